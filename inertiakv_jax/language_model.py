@@ -1,0 +1,50 @@
+"""A loaded model: everything that turns text into text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inertiakv_jax.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A decoder, its parameters and its tokenizer, as ``load`` returns them.
+
+    Attributes:
+        model: the Flax module (``models.decoder.Decoder``); hashable, static under jit.
+        params: its "params" collection, a nested dict of arrays on the default device.
+        tokenizer: a fast tokenizer of transformers.
+        config: sizes and constants of the decoder.
+        eos_token_ids: tokens that end a text, in order of declaration; may be empty.
+        name: what ``load`` was given.
+    """
+
+    model: Any
+    params: Mapping[str, Any]
+    tokenizer: Any
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    name: str
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Render a chat with the model's own template, up to where its answer begins.
+
+        The template writes the special tokens out, the first one included: encode the text with
+        ``add_special_tokens=False``.
+
+        Args:
+            messages: dicts with "role" ("system", "user" or "assistant") and "content".
+
+        Raises:
+            ValueError: there are no messages, or the model has no chat template.
+        """
+        if not messages:
+            raise ValueError("messages is empty; a chat needs at least one message")
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{self.name} has no chat template; give it plain text instead")
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
