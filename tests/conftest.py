@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-# Before jax is imported: the figures that tests expect are the CPU's unless the caller asks for another device.
-# One device: fake ones would share the cores' threads, so sharding tests start their own process with eight.
+# Before jax is imported. The figures that tests expect are the CPU's, unless the caller asks for
+# another device. One device: fake ones would share its threads, so sharding tests start a process
+# of their own with eight.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # transformers asks the hub about folders, too; what a test sees must not depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,7 +40,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Benchmark data beside the checkout; it belongs to its authors and is not part of the project."""
+    """Benchmark data beside the checkout; it belongs to its authors and is no part of this."""
     folder = ROOT.parent / "shared"
     if not (folder / "data").is_dir():
         missing(f"no benchmark data beside the checkout ({folder.name}/data)")

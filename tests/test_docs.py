@@ -12,8 +12,8 @@ from package_tree import ROOT, package_modules
 # __main__ runs the command line when imported.
 MODULES = sorted(set(package_modules()) - {"inertiakv_jax.__main__"})
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/*.md"))]
-# ```python runnable: run by the test below; plain ```python is shown only. All of a page run one after
-# another in one process, as a reader would type them.
+# ```python runnable is run by the test below, plain ```python is only shown. A page's examples run
+# one after another in one process, as a reader would type them.
 RUNNABLE = re.compile(r"^```python runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

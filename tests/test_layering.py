@@ -9,7 +9,7 @@ from package_tree import package_modules
 PACKAGE = "inertiakv_jax"
 MODULES = package_modules()
 
-# Layer -> patterns of the modules in it (`*` stands for any rest). A module may import its own layer and
+# Layer -> patterns of the modules in it (`*` is any rest). A module may import its own layer and
 # lower ones. A module that matches none fails, so that its place is chosen when it is made.
 LAYERS = {
     0: ["config", "numerics", "typing"],

@@ -1,11 +1,15 @@
-"""The wheel holds what the checkout holds, and works beside folders of the user's with the same names."""
+"""The wheel holds what the checkout holds, and works beside a user's own `models` folder."""
 
+import ast
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 
 import pytest
 from package_tree import ROOT, package_files, package_modules, setuptools_table
@@ -64,6 +68,28 @@ def test_every_folder_of_modules_is_a_listed_package():
     assert sorted(setuptools_table()["packages"]) == packages
     initialised = {name.removesuffix("/__init__.py") for name in package_files()}
     assert folders <= initialised, "a folder of modules without __init__.py"
+
+
+def core_requirements() -> set[str]:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {re.match(r"[\w.-]+", line)[0] for line in table["dependencies"]}
+
+
+@pytest.mark.parametrize("module", sorted(package_modules()))
+def test_imports_at_the_top_are_required_packages(module):
+    """An optional package may only be imported by the function that needs it."""
+    distributions = packages_distributions()
+    tree = ast.parse(package_modules()[module].read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported = [node.module]
+        else:
+            continue
+        for top in {name.partition(".")[0] for name in imported} - sys.stdlib_module_names:
+            providers = {name.lower().replace("_", "-") for name in distributions[top]}
+            assert top == "inertiakv_jax" or providers & core_requirements(), top
 
 
 def test_wheel_imports_beside_folders_of_the_same_names(wheel, tmp_path):
