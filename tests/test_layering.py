@@ -12,7 +12,7 @@ MODULES = package_modules()
 # Layer -> patterns of the modules in it (`*` is any rest). A module may import its own layer and
 # lower ones. A module that matches none fails, so that its place is chosen when it is made.
 LAYERS = {
-    0: ["config", "numerics", "typing"],
+    0: ["config", "numerics", "rope_scaling", "typing"],
     1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding"],
     2: ["scoring", "aggregation", "eviction", "attention", "policies"],
     3: ["prefill", "decode", "generate", "language_model"],
