@@ -40,7 +40,7 @@ lint: $(VENV)/.installed-lint
 	@rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)
 	@ln -s $(CURDIR)/inertiakv_jax/* $(CURDIR)/models $(CURDIR)/eval $(CURDIR)/pallas_kernels \
 	  $(CURDIR)/configs $(TYPECHECK)
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
