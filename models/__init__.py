@@ -1,0 +1,1 @@
+"""Decoders in Flax, and how checkpoints map to their parameters."""

