@@ -1,0 +1,164 @@
+"""Read the prompt into a full KV cache, chunk by chunk; nothing is scored or evicted here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from inertiakv_jax import state as kv_state
+from inertiakv_jax.attention import PrefillCache
+from inertiakv_jax.policies import Policy
+from inertiakv_jax.state import KVState
+from inertiakv_jax.typing import Model, Params
+
+CHUNK = 256
+"""Prompt tokens per forward; a shorter prompt takes smaller chunks. No effect on results."""
+
+
+def prefill(
+    model: Model,
+    params: Params,
+    tokens: Array | np.ndarray,
+    lengths: Array | np.ndarray,
+    policy: Policy,
+    *,
+    max_new_tokens: int | None = None,
+) -> tuple[KVState, Array]:
+    """Run the prompts through the model and keep every key and value.
+
+    Memory grows linearly with T: chunks of the prompt attend to blocks of keys, and no T x T
+    array exists. Programs are shared by prompts of one capacity bucket, whatever their lengths.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      tokens: [B, T] int, rows padded on the right with any token id.
+      lengths: [B] int, tokens of each row, 1 .. T. Concrete: budgets are computed from them.
+      policy: sets each row's budget and the capacity after decode step 1.
+      max_new_tokens: tokens that will be decoded; needed where nothing is evicted, since the
+        cache must have room for them.
+
+    Returns:
+      state: ready for decode step 1, S > T slots.
+      logits: [B, V] float32, of each row's last token.
+
+    Raises:
+      ValueError: an empty batch or prompt, a length outside 1 .. T, a prompt beyond the model's
+        positions, ``max_new_tokens`` missing or below 1, or a budget the policy refuses. All
+        before anything is compiled.
+
+    Source: arXiv 2609.03515 section 3.1; chunking is ours.
+    """
+    tokens, lengths = _checked_prompts(model, tokens, lengths, max_new_tokens)
+    budgets = policy.budgets(lengths, model)
+    longest = int(lengths.max())
+    slots, kept_slots = _capacities(policy, budgets, longest, max_new_tokens)
+    chunk = CHUNK if slots % CHUNK == 0 else 64
+    padded = np.zeros((len(lengths), slots), np.int32)
+    padded[:, :longest] = tokens[:, :longest]
+    return _prefill(model, params, padded, lengths, budgets, kept_slots=kept_slots, chunk=chunk)
+
+
+def _checked_prompts(model, tokens, lengths, max_new_tokens) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(lengths, jax.core.Tracer) or isinstance(tokens, jax.core.Tracer):
+        raise ValueError(
+            "prefill needs concrete tokens and lengths, since they set the capacity; call it "
+            "outside jit (it compiles itself)"
+        )
+    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens must be int [B, T], got {tokens.dtype} {tokens.shape}")
+    if tokens.shape[0] == 0:
+        raise ValueError("the batch is empty: tokens must have at least one row")
+    if lengths.shape != tokens.shape[:1] or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(
+            f"lengths must be int [{tokens.shape[0]}], got {lengths.dtype} {lengths.shape}"
+        )
+    if lengths.min() < 1:
+        raise ValueError(f"row {int(lengths.argmin())} has an empty prompt")
+    if lengths.max() > tokens.shape[1]:
+        raise ValueError(f"length {lengths.max()} exceeds the {tokens.shape[1]} tokens given")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    last = int(lengths.max()) + (max_new_tokens or 0)
+    if last > model.max_positions:
+        raise ValueError(
+            f"a prompt of {lengths.max()} tokens and {max_new_tokens or 0} new ones exceed the "
+            f"model's {model.max_positions} positions"
+        )
+    return tokens, lengths.astype(np.int32)
+
+
+def _capacities(
+    policy: Policy, budgets: np.ndarray, longest: int, max_new_tokens: int | None
+) -> tuple[int, int | None]:
+    """Slots of the full cache, and of the one that step 1 leaves; None if nothing is evicted."""
+    if not policy.evicts:
+        if max_new_tokens is None:
+            raise ValueError(
+                f"policy {policy.name!r} evicts nothing, so prefill needs max_new_tokens= to "
+                "size the cache"
+            )
+        return _full_slots(longest + max_new_tokens), None
+    kept = kv_state.slots_for(int(budgets.max()) + 1, multiple=64)
+    return _full_slots(max(longest + 1, kept)), kept
+
+
+def _full_slots(tokens: int) -> int:
+    return kv_state.slots_for(tokens, multiple=CHUNK if tokens > CHUNK else 64)
+
+
+# A module-level jit: one cache of programs for the life of the process.
+@functools.partial(jax.jit, static_argnames=("model", "kept_slots", "chunk"))
+def _prefill(model, params, tokens, lengths, budgets, *, kept_slots, chunk):
+    batch, slots = tokens.shape
+    empty = kv_state.init(model, batch, slots, budget=budgets, kept_slots=kept_slots)
+
+    def read_chunk(index, carry):
+        keys, values, last_hidden = carry
+        offset = index * chunk
+        positions = jnp.broadcast_to(offset + jnp.arange(chunk)[None], (batch, chunk))
+        chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
+        cache = PrefillCache(keys, values, offset)
+        hidden, cache = model.hidden(params, chunk_tokens, positions, cache)
+        place = lengths - 1 - offset
+        row_hidden = jnp.take_along_axis(
+            hidden, jnp.clip(place, 0, chunk - 1)[:, None, None], axis=1
+        )[:, 0]
+        here = (place >= 0) & (place < chunk)
+        last_hidden = jnp.where(here[:, None], row_hidden, last_hidden)
+        return cache.keys, cache.values, last_hidden
+
+    hidden_shape = jax.eval_shape(
+        lambda p: model.hidden(
+            p,
+            tokens[:, :chunk],
+            jnp.zeros((batch, chunk), jnp.int32),
+            PrefillCache(empty.keys, empty.values, jnp.int32(0)),
+        )[0],
+        params,
+    )
+    last_hidden = jnp.zeros((batch, hidden_shape.shape[-1]), hidden_shape.dtype)
+    num_chunks = (jnp.max(lengths) + chunk - 1) // chunk
+    keys, values, last_hidden = jax.lax.fori_loop(
+        0, num_chunks, read_chunk, (empty.keys, empty.values, last_hidden)
+    )
+    logits = model.logits(params, last_hidden)
+    slot = jnp.arange(slots, dtype=jnp.int32)[None]
+    valid = slot < lengths[:, None]
+    state = KVState(
+        keys=keys,
+        values=values,
+        scores=empty.scores,
+        valid=valid,
+        positions=jnp.where(valid, slot, kv_state.FREE_POSITION),
+        next_position=lengths,
+        budget=empty.budget,
+        finished=empty.finished,
+        finite=jnp.isfinite(logits).all(axis=-1),
+        step=empty.step,
+        kept_slots=kept_slots,
+    )
+    return state, logits

@@ -1,0 +1,95 @@
+"""Choosing the next token from logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to draw a token. All fields are traced: changing them compiles nothing.
+
+    The filters apply in this order, each to what the one before left: ``top_k``, ``top_p``,
+    ``min_p``; then one token is drawn at ``temperature``. top_p and min_p see the probabilities
+    at that temperature, as in Hugging Face transformers.
+
+    Args:
+      temperature: above 0; 1 samples the model's own distribution.
+      top_k: keep the k most likely tokens (ties with the k-th stay); 0 keeps all.
+      top_p: in (0, 1], keep the smallest set of most likely tokens whose probability reaches it.
+      min_p: in [0, 1], keep tokens at least this fraction as likely as the most likely one.
+
+    Raises:
+      ValueError: a value out of its range, by name.
+    """
+
+    temperature: float | Array = 1.0
+    top_k: int | Array = 0
+    top_p: float | Array = 1.0
+    min_p: float | Array = 0.0
+
+    def __post_init__(self):
+        def check(name: str, good: bool, expected: str) -> None:
+            if not good:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+        # Inside jit the fields are tracers, checked when they were numbers.
+        if isinstance(self.temperature, int | float):
+            check("temperature", 0.0 < self.temperature < float("inf"), "above 0 and finite")
+        if isinstance(self.top_k, int | float):
+            check("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "an integer >= 0")
+        if isinstance(self.top_p, int | float):
+            check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        if isinstance(self.min_p, int | float):
+            check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+
+
+def sample(logits: Array, sampling: Sampling | None, key: Array | None, step: Array) -> Array:
+    """Pick one token a row.
+
+    Args:
+      logits: [B, V] float32.
+      sampling: None takes the most likely token (the lowest id of equals).
+      key: PRNG key; unused and may be None when ``sampling`` is None.
+      step: [] int32; the draw depends on (key, step, row) alone, so a run that is cut in chunks,
+        or resumed, draws the same tokens.
+
+    Returns:
+      [B] int32 token ids.
+    """
+    if sampling is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if key is None:
+        raise ValueError("sampling needs a PRNG key, got None; pass key=jax.random.key(seed)")
+    step_key = jax.random.fold_in(key, step)
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(
+        jnp.arange(logits.shape[0])
+    )
+    filtered = filter_logits(logits, sampling)
+    return jax.vmap(jax.random.categorical)(row_keys, filtered).astype(jnp.int32)
+
+
+def filter_logits(logits: Array, sampling: Sampling) -> Array:
+    """Divide [B, V] logits by the temperature and set what the filters drop to -inf."""
+    vocabulary = logits.shape[-1]
+    scaled = logits / jnp.float32(sampling.temperature)
+    descending = -jnp.sort(-scaled, axis=-1)
+
+    rank = jnp.arange(vocabulary)[None]
+    top_k = jnp.where(jnp.int32(sampling.top_k) > 0, jnp.int32(sampling.top_k), vocabulary)
+    kept = jnp.where(rank < top_k, descending, -jnp.inf)
+
+    probabilities = jax.nn.softmax(kept, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The most likely token always stays, whatever rounding does to the sums.
+    kept = jnp.where((before < jnp.float32(sampling.top_p)) | (rank == 0), kept, -jnp.inf)
+
+    best = descending[:, :1]
+    floor = best + jnp.log(jnp.float32(sampling.min_p))
+    kept = jnp.where(kept >= floor, kept, -jnp.inf)
+
+    smallest = jnp.min(jnp.where(jnp.isfinite(kept), kept, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= smallest, scaled, -jnp.inf)

@@ -1,0 +1,74 @@
+"""Decode attention that also tells where the attention went."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from inertiakv_jax.pallas_kernels.decode_attention import ref
+
+
+def decode_attention(
+    query: Array,
+    keys: Array,
+    values: Array,
+    valid: Array,
+    *,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Attend one query token to the valid slots and return the probability mass of each slot.
+
+    For query head n in the group of kv head k, over the valid slots s:
+
+        p[n, s]    = softmax_s(scale * <query[n], keys[k, s]>)
+        output[n]  = sum_s p[n, s] * values[k, s]
+        mass[k, s] = sum of p[n, s] over the G query heads of k
+
+    Logits, softmax and mass are float32 whatever the input dtype. Query heads n = k*G .. k*G+G-1
+    share kv head k.
+
+    Args:
+      query: [B, N, D] float, rotated, not scaled.
+      keys: [B, K, S, D] float; dead slots may hold anything, NaN included.
+      values: [B, K, S, D] float; likewise.
+      valid: [B, S] or [B, K, S] bool, the slots that are held.
+      scale: multiplier of the logits; None means D ** -0.5.
+
+    Returns:
+      output: [B, N, D], dtype of ``query``; 0 for a row without a valid slot.
+      mass: [B, K, S] float32, >= 0; 0 on dead slots; sums over S to G, or to 0 for such a row.
+
+    Raises:
+      ValueError: shapes disagree, K does not divide N, or ``valid`` is not bool (while tracing).
+
+    Source: arXiv 2609.03515 section 3.2 (eq. 1) for the score; doing both in one pass is ours.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> keys = values = jnp.ones((1, 1, 3, 4))
+      >>> valid = jnp.array([[True, True, False]])
+      >>> output, mass = decode_attention(jnp.ones((1, 2, 4)), keys, values, valid)
+      >>> output.shape, mass.tolist()
+      ((1, 2, 4), [[[1.0, 1.0, 0.0]]])
+    """
+    _check(query, keys, values, valid)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return ref.decode_attention(query, keys, values, valid, scale=scale)
+
+
+def _check(query: Array, keys: Array, values: Array, valid: Array) -> None:
+    if query.ndim != 3:
+        raise ValueError(f"query must be [B, N, D], got shape {query.shape}")
+    batch, num_heads, head_dim = query.shape
+    if keys.ndim != 4 or keys.shape[0] != batch or keys.shape[3] != head_dim:
+        raise ValueError(f"keys must be [B={batch}, K, S, D={head_dim}], got shape {keys.shape}")
+    if values.shape != keys.shape:
+        raise ValueError(f"values must have the shape of keys {keys.shape}, got {values.shape}")
+    num_kv_heads, slots = keys.shape[1:3]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} must be divisible by {num_kv_heads=}")
+    expected = ((batch, slots), (batch, num_kv_heads, slots))
+    if valid.shape not in expected or valid.dtype != jnp.bool_:
+        raise ValueError(
+            f"valid must be bool of shape {expected[0]} or {expected[1]}, "
+            f"got {valid.dtype} {valid.shape}"
+        )
