@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.typing import Model, Params
 
 
 @dataclass(frozen=True)
@@ -14,16 +15,16 @@ class LanguageModel:
     """A decoder, its parameters and its tokenizer, as ``load`` returns them.
 
     Attributes:
-        model: the Flax module (``models.decoder.Decoder``); hashable, static under jit.
-        params: its "params" collection, a nested dict of arrays on the default device.
+        model: the decoder (``models.decoder.DecoderModel``); hashable, static under jit.
+        params: its parameters, a nested dict of arrays on the default device.
         tokenizer: a fast tokenizer of transformers.
         config: sizes and constants of the decoder.
         eos_token_ids: tokens that end a text, in order of declaration; may be empty.
         name: what ``load`` was given.
     """
 
-    model: Any
-    params: Mapping[str, Any]
+    model: Model
+    params: Params
     tokenizer: Any
     config: ModelConfig
     eos_token_ids: tuple[int, ...]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from inertiakv_jax.config import ModelConfig
@@ -15,7 +15,7 @@ from inertiakv_jax.weights.tensor_source import TensorSource
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "bfloat16": np.dtype(jnp.bfloat16),
 }
 ALIGNMENT = 64  # bytes; jax takes over a host buffer of this alignment without copying it
 MAX_NAMES = 8  # names listed in an error message
@@ -30,7 +30,7 @@ def checked_dtype(dtype: str) -> np.dtype:
 
 
 def load_params(source: TensorSource, config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Build the "params" collection of ``models.decoder.Decoder`` from a checkpoint.
+    """Build the parameters of ``models.decoder.DecoderModel`` from a checkpoint.
 
     Each tensor is read block by block into one buffer of the final dtype and layout, which then
     becomes (CPU) or is copied to (accelerator) a device array. Beyond the result, the host holds
@@ -92,7 +92,7 @@ def read_tensor(source: TensorSource, tensor: Tensor, dtype: np.dtype) -> np.nda
     """Read one tensor into a new host array of its final dtype and layout."""
     shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
     result = aligned_empty(shape, dtype)
-    # ml_dtypes' own copy loop is slow for strided writes; same-size integers copy the same bits.
+    # Strided writes of bfloat16 are slow in NumPy; integers of its size copy the same bits.
     bits = result.view(np.uint16) if dtype.itemsize == 2 else result
     for rows, values in source.blocks(tensor.name):
         block = values.astype(dtype, copy=False)

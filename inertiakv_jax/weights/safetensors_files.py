@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from inertiakv_jax.weights.tensor_source import Block, file_size, read_bytes, row_blocks
@@ -29,7 +29,7 @@ DTYPE_BYTES = {
 }
 FLOAT_DTYPES = {
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
