@@ -227,7 +227,7 @@ def _as_hf_config(file: GgufFile, name: str, architecture: Architecture) -> dict
     eos = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return {
         "model_type": architecture.model_type,
-        "vocab_size": field("vocab_size", len(tokens) if tokens else None),
+        "vocab_size": field("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),
         "num_hidden_layers": field("block_count"),
@@ -261,9 +261,10 @@ def _refuse_what_is_not_implemented(file: GgufFile, name: str) -> None:
     def field(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"{name}.{key}", default)
 
-    key_length = field("attention.key_length")
-    if not key_length and field("attention.head_count") and field("embedding_length"):
-        key_length = field("embedding_length") // field("attention.head_count")
+    key_length, heads = field("attention.key_length"), field("attention.head_count")
+    hidden_size = field("embedding_length")
+    if key_length is None and isinstance(heads, int) and isinstance(hidden_size, int) and heads:
+        key_length = hidden_size // heads
     allowed = {
         "expert_count": (None, 0),
         "attention.causal": (None, True),

@@ -105,9 +105,10 @@ def _load_folder(folder: Path, name: str, dtype: str) -> LanguageModel:
 def _load_gguf(path: Path, name: str, dtype: str) -> LanguageModel:
     file = open_gguf(path)
     config = gguf_config(file)
+    source, tokenizer = gguf_source(file, config), gguf_tokenizer(file)
     ends = dict.fromkeys((*config.eos_token_ids, *end_token_ids(file)))
     config = dataclasses.replace(config, eos_token_ids=tuple(ends))
-    return _assemble(gguf_source(file, config), config, gguf_tokenizer(file), name, dtype)
+    return _assemble(source, config, tokenizer, name, dtype)
 
 
 def _assemble(

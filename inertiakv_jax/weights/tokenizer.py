@@ -7,9 +7,11 @@ wrong split gives plausible, wrong ids.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gguf.constants import TokenType
@@ -60,6 +62,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 # Control tokens that end a text or a turn wherever they appear, whatever the metadata names as eos
 # (the part of llama.cpp's list that the supported architectures use).
 END_TOKENS = frozenset(
@@ -76,8 +80,12 @@ def hf_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
     Raises:
         ValueError: the folder has no tokenizer, or one that transformers cannot load.
     """
-    import transformers
-
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        # transformers 5 would make an empty tokenizer.
+        raise ValueError(
+            f"{folder} has no tokenizer: expected one of {', '.join(VOCABULARY_FILES)}"
+        )
+    transformers = _import_transformers()
     loader = transformers.AutoTokenizer
     if (folder / "tokenizer.json").is_file():
         loader = transformers.PreTrainedTokenizerFast
@@ -93,8 +101,7 @@ def gguf_tokenizer(file: GgufFile) -> transformers.PreTrainedTokenizerFast:
     Raises:
         ValueError: a field is missing, or names a kind of tokenizer that is not implemented.
     """
-    import transformers
-
+    transformers = _import_transformers()
     metadata = file.metadata
     backend = _backend(file)
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -109,6 +116,22 @@ def gguf_tokenizer(file: GgufFile) -> transformers.PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     return tokenizer
+
+
+def _import_transformers() -> ModuleType:
+    """Import transformers without its remark that there is no PyTorch: none is needed."""
+    logger = logging.getLogger("transformers")
+    logger.addFilter(_is_no_remark)
+    try:
+        import transformers
+
+        return transformers
+    finally:
+        logger.removeFilter(_is_no_remark)
+
+
+def _is_no_remark(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")
 
 
 def end_token_ids(file: GgufFile) -> tuple[int, ...]:
