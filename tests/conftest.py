@@ -34,7 +34,7 @@ def smollm2():
 
     try:
         return ikv.load("smollm2-135m")
-    except OSError as error:
+    except ConnectionError as error:
         return missing(f"smollm2-135m can't be had: {error}")
 
 

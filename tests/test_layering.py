@@ -15,7 +15,7 @@ LAYERS = {
     0: ["config", "numerics", "rope_scaling", "typing"],
     1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding"],
     2: ["scoring", "aggregation", "eviction", "attention", "policies"],
-    3: ["prefill", "decode", "generate", "language_model"],
+    3: ["prefilling", "decoding", "generate", "language_model"],
     4: ["models", "models.*", "weights", "weights.*", "checkpoint"],
     5: ["configs", "eval", "eval.*", "cli", "demo", "bench", "__main__", ""],
 }
