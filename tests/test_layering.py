@@ -105,23 +105,23 @@ def test_module_keeps_the_rules(module):
 
 
 KNOWN = {PACKAGE} | {
-    f"{PACKAGE}.{name}" for name in ("config", "state", "decode", "attention", "eval", "models")
+    f"{PACKAGE}.{name}" for name in ("config", "state", "decoding", "attention", "eval", "models")
 }
 
 
 @pytest.mark.parametrize(
     ("module", "line", "expected"),
     [
-        ("state", "from inertiakv_jax.decode import step", "imports up"),
+        ("state", "from inertiakv_jax.decoding import step", "imports up"),
         ("state", "def f():\n    import inertiakv_jax.eval.ruler", "imports up"),
-        ("state", "from inertiakv_jax import decode", "imports up"),
+        ("state", "from inertiakv_jax import decoding", "imports up"),
         ("models.decoder", "from inertiakv_jax import load", "package root"),
-        ("decode", "import inertiakv_jax as ikv", "package root"),
+        ("decoding", "import inertiakv_jax as ikv", "package root"),
         ("eval.ruler", "from models.decoder import Decoder", "write inertiakv_jax.models.decoder"),
         ("state", "from . import config", "relative import"),
         ("state", "from .config import ModelConfig", "relative import"),
         (
-            "decode",
+            "decoding",
             "from inertiakv_jax.pallas_kernels.decode_attention import api",
             "calls kernels",
         ),
@@ -140,7 +140,7 @@ def test_violation_is_found(module, line, expected):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("decode", "from inertiakv_jax.state import KVState\nfrom inertiakv_jax import config"),
+        ("decoding", "from inertiakv_jax.state import KVState\nfrom inertiakv_jax import config"),
         ("attention", "from inertiakv_jax.pallas_kernels.decode_attention.api import attend"),
         ("cli", "from inertiakv_jax.models.decoder import Decoder"),
         ("weights.hub", "load(path, trust_remote_code=False)"),
