@@ -14,6 +14,8 @@ from importlib.metadata import packages_distributions
 import pytest
 from package_tree import ROOT, package_files, package_modules, setuptools_table
 
+DISTRIBUTIONS = packages_distributions()  # import name -> the installed packages that bring it
+
 
 def run(*command: object, **options) -> subprocess.CompletedProcess:
     done = subprocess.run(
@@ -78,7 +80,6 @@ def core_requirements() -> set[str]:
 @pytest.mark.parametrize("module", sorted(package_modules()))
 def test_imports_at_the_top_are_required_packages(module):
     """An optional package may only be imported by the function that needs it."""
-    distributions = packages_distributions()
     tree = ast.parse(package_modules()[module].read_text())
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -88,7 +89,7 @@ def test_imports_at_the_top_are_required_packages(module):
         else:
             continue
         for top in {name.partition(".")[0] for name in imported} - sys.stdlib_module_names:
-            providers = {name.lower().replace("_", "-") for name in distributions[top]}
+            providers = {name.lower().replace("_", "-") for name in DISTRIBUTIONS[top]}
             assert top == "inertiakv_jax" or providers & core_requirements(), top
 
 
