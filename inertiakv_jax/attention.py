@@ -134,9 +134,15 @@ def causal_chunk_attention(query: Array, keys: Array, values: Array, offset: Arr
 
 
 def _write_token(cache: Array, token: Array, slot: Array) -> Array:
-    """Put a [B, K, D] key or value into slot [B] of [B, K, S, D], in place; slot S is dropped."""
-    rows = jnp.arange(cache.shape[0])
-    return cache.at[rows, :, slot].set(token, mode="drop", unique_indices=True)
+    """Put a [B, K, D] key or value into slot [B] of [B, K, S, D], in place; slot S is dropped.
+
+    One scatter row per kv head, and a barrier behind: XLA:CPU (jax 0.10) turns the update of a
+    single row into one it fuses with each reader, copying the cache three times a step.
+    """
+    batch, num_kv_heads = cache.shape[:2]
+    rows, heads = jnp.arange(batch)[:, None], jnp.arange(num_kv_heads)[None]
+    written = cache.at[rows, heads, slot[:, None]].set(token, mode="drop", unique_indices=True)
+    return jax.lax.optimization_barrier(written)
 
 
 def _replace_at(leaves: tuple[Array, ...], index: int, leaf: Array) -> tuple[Array, ...]:

@@ -65,9 +65,7 @@ def sample(logits: Array, sampling: Sampling | None, key: Array | None, step: Ar
     if key is None:
         raise ValueError("sampling needs a PRNG key, got None; pass key=jax.random.key(seed)")
     step_key = jax.random.fold_in(key, step)
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(
-        jnp.arange(logits.shape[0])
-    )
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(jnp.arange(logits.shape[0]))
     filtered = filter_logits(logits, sampling)
     return jax.vmap(jax.random.categorical)(row_keys, filtered).astype(jnp.int32)
 

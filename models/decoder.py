@@ -85,9 +85,7 @@ class Decoder(nn.Module):
 
     def setup(self):
         config, dtype = self.config, self.dtype
-        self.embed = nn.Embed(
-            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype
-        )
+        self.embed = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype)
         self.layers = [Block(config, dtype, layer) for layer in range(config.num_layers)]
         self.final_norm = RMSNorm(config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
@@ -158,9 +156,7 @@ class Attention(nn.Module):
             self.layer, rotate(query, rotation), rotate(key, rotation), value
         )
         output = output.reshape(batch, length, config.num_heads * config.head_dim)
-        back = _dense(
-            config.hidden_size, self.dtype, bias=config.attention_out_bias, name="o_proj"
-        )
+        back = _dense(config.hidden_size, self.dtype, bias=config.attention_out_bias, name="o_proj")
         return back(output), cache
 
 

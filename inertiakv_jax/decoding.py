@@ -94,7 +94,8 @@ def decode(
       sampling: None is greedy.
       key: PRNG key for sampling.
       stop_tokens: ids that finish a row.
-      limit: traced, at most ``steps``: stop after so many, with the program of ``steps``.
+      limit: traced, at most ``steps``: stop after so many, with the program of ``steps``. 0 only
+        compiles (not for step 1).
       donate: False leaves ``state`` usable (to run several policies from one prefill), at the
         price of a second cache.
 
@@ -354,8 +355,9 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
     if isinstance(state.next_position, jax.core.Tracer) or isinstance(limit, jax.core.Tracer):
         return
     limit = int(limit)
-    if not 1 <= limit <= steps:
-        raise ValueError(f"limit must be in 1 .. steps={steps}, got {limit}")
+    fewest = 0 if state.kept_slots is None else 1
+    if not fewest <= limit <= steps:
+        raise ValueError(f"limit must be in {fewest} .. steps={steps}, got {limit}")
     seen = int(np.max(np.where(state.finished, 0, state.next_position)))
     room = model.max_positions if policy.evicts else min(model.max_positions, state.num_slots)
     if seen + limit > room:

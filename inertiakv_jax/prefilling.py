@@ -76,19 +76,24 @@ def _checked_prompts(model, tokens, lengths, max_new_tokens) -> tuple[np.ndarray
         raise ValueError(
             f"lengths must be int [{tokens.shape[0]}], got {lengths.dtype} {lengths.shape}"
         )
-    if lengths.min() < 1:
-        raise ValueError(f"row {int(lengths.argmin())} has an empty prompt")
     if lengths.max() > tokens.shape[1]:
         raise ValueError(f"length {lengths.max()} exceeds the {tokens.shape[1]} tokens given")
+    check_lengths(model, lengths, max_new_tokens)
+    return tokens, lengths.astype(np.int32)
+
+
+def check_lengths(model: Model, lengths: np.ndarray, max_new_tokens: int | None) -> None:
+    """Raise ValueError unless prompts of [B] lengths, and the new tokens, fit the model."""
+    if lengths.min() < 1:
+        raise ValueError(f"row {int(lengths.argmin())} has an empty prompt")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    last = int(lengths.max()) + (max_new_tokens or 0)
-    if last > model.max_positions:
+    longest, new = int(lengths.max()), max_new_tokens or 0
+    if longest + new > model.max_positions:
         raise ValueError(
-            f"a prompt of {lengths.max()} tokens and {max_new_tokens or 0} new ones exceed the "
-            f"model's {model.max_positions} positions"
+            f"a prompt of {longest} tokens and {new} new ones exceed the model's "
+            f"{model.max_positions} positions"
         )
-    return tokens, lengths.astype(np.int32)
 
 
 def _capacities(

@@ -1,0 +1,366 @@
+"""Text in, text out: prompts to continuations, whole or as a stream."""
+
+import dataclasses
+import time
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from inertiakv_jax import policies
+from inertiakv_jax.decoding import NO_TOKEN, decode
+from inertiakv_jax.language_model import LanguageModel
+from inertiakv_jax.policies import Policy
+from inertiakv_jax.prefilling import check_lengths, prefill
+from inertiakv_jax.sampling import Sampling, sample
+from inertiakv_jax.state import KVState
+
+CHUNK_STEPS = 16
+"""Decode steps between two looks at the tokens, for stop strings and streaming."""
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | np.ndarray
+"""A text, a chat (dicts with "role" and "content"), or token ids taken as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """What a run cost. Sequences have one entry a row.
+
+    Attributes:
+      prompt_tokens: T of each row.
+      new_tokens: tokens generated, a stop token included.
+      kept_tokens: tokens in the cache at the end.
+      evicted: tokens evicted.
+      kv_bytes_full: bytes of keys and values of all tokens seen, all rows: the full cache.
+      kv_bytes_kept: bytes of those held at the end.
+      kv_bytes_allocated: bytes of the cache's buffers at the end, free slots included.
+      prefill_s: seconds from prompts to first token; the first run of a bucket compiles in it.
+      decode_tokens_per_s: all rows together, steps after the first, compilation excluded; 0 if
+        there were none.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    kept_tokens: tuple[int, ...]
+    evicted: tuple[int, ...]
+    kv_bytes_full: int
+    kv_bytes_kept: int
+    kv_bytes_allocated: int
+    prefill_s: float
+    decode_tokens_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOutput:
+    """What ``generate`` returns.
+
+    Attributes:
+      texts: continuation of each row, without special tokens, cut before a stop string.
+      tokens: token ids of each row, a stop token included.
+      stats: what it cost.
+      state: the cache at the end, for a look at what was kept.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    stats: GenerationStats
+    state: KVState
+
+
+def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options: Any) -> GenerationOutput:
+    """Continue a batch of prompts.
+
+    Rows may have any lengths; each has its own budget. Greedy decoding gives a row the tokens it
+    gives alone.
+
+    Args:
+      lm: from ``load``.
+      prompts: at least one text, chat or list of token ids.
+      **options: as of ``stream``.
+
+    Returns:
+      Texts, tokens, statistics and the final cache.
+
+    Raises:
+      ValueError: as ``stream``, before anything is compiled.
+      FloatingPointError: the logits of a row held NaN or infinity.
+
+    Example::
+
+        lm = ikv.load("smollm2-135m")
+        out = ikv.generate(lm, ["Once upon a time"], policy="lazy4", ratio=0.9)
+        print(out.texts[0], out.stats.kept_tokens)
+    """
+    chunks = stream(lm, prompts, **options)
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as stop:
+            return stop.value
+
+
+def stream(
+    lm: LanguageModel,
+    prompts: Sequence[Prompt],
+    *,
+    policy: str | Policy = "inertiakv",
+    ratio: float | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    stop_at_eos: bool = True,
+    answer_prefix: str = "",
+) -> Generator[list[str], None, GenerationOutput]:
+    """Continue a batch of prompts, yielding text as it is decoded.
+
+    Args:
+      lm: from ``load``.
+      prompts: at least one text, chat or list of token ids.
+      policy: a name of ``policies.NAMES`` or a ``Policy``.
+      ratio: fraction of the prompt's cache removed, with a policy's name; 0.9 if None.
+      max_new_tokens: tokens to generate for a row, at least 1.
+      sampling: None is greedy.
+      seed: of the sampling.
+      stop: strings that end a row; not part of its text.
+      stop_at_eos: whether the model's end tokens end a row.
+      answer_prefix: text the answer is made to begin with; appended to every prompt.
+
+    Returns:
+      A generator that yields the new text of each row since the last time, possibly "", and
+      whose value, once it is exhausted, is the output of ``generate``.
+
+    Raises:
+      ValueError: an empty batch or prompt, an unknown policy, a number out of range, a prompt
+        beyond the model's positions, or a chat without a template; before anything is compiled.
+      FloatingPointError: the logits of a row held NaN or infinity (from the generator).
+    """
+    policy = _resolve_policy(policy, ratio)
+    stop = _checked_stop(stop)
+    ids = encode_prompts(lm, prompts, answer_prefix)
+    lengths = np.asarray([len(row) for row in ids], np.int32)
+    check_lengths(lm.model, lengths, max_new_tokens)
+    policy.budgets(lengths, lm.model)
+    padded = np.zeros((len(ids), int(lengths.max())), np.int32)
+    for row, row_ids in zip(padded, ids, strict=True):
+        row[: len(row_ids)] = row_ids
+    run = _Run(
+        lm=lm,
+        policy=policy,
+        sampling=sampling,
+        key=None if sampling is None else jax.random.key(seed),
+        stop_tokens=tuple(lm.eos_token_ids) if stop_at_eos else (),
+        rows=[RowText(lm.tokenizer, stop) for _ in ids],
+    )
+    return run.stream(padded, lengths, max_new_tokens)
+
+
+def encode_prompts(
+    lm: LanguageModel, prompts: Sequence[Prompt], answer_prefix: str = ""
+) -> list[list[int]]:
+    """Token ids of each prompt; see ``stream`` for what a prompt may be.
+
+    Raises:
+      ValueError: a bare string for the batch, an empty batch or prompt, ids outside the
+        vocabulary, or a chat for a model without a template.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list of prompts, got one string; write [prompt]")
+    if len(prompts) == 0:
+        raise ValueError("the batch is empty: give at least one prompt")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        ids = _encode(lm, prompt, answer_prefix)
+        if not ids:
+            raise ValueError(f"prompt {index} is empty")
+        vocabulary = lm.config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise ValueError(
+                f"prompt {index} has token ids {min(ids)} .. {max(ids)}, outside the vocabulary "
+                f"0 .. {vocabulary - 1}"
+            )
+        rows.append(ids)
+    return rows
+
+
+def _encode(lm: LanguageModel, prompt: Prompt, answer_prefix: str) -> list[int]:
+    if isinstance(prompt, str):
+        if not prompt:
+            return []
+        return list(lm.tokenizer(prompt + answer_prefix)["input_ids"])
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        text = lm.chat_prompt(prompt) + answer_prefix  # pyright: ignore[reportArgumentType]
+        return list(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
+    if ids and answer_prefix:
+        ids += lm.tokenizer(answer_prefix, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+class RowText:
+    """The text of one row as its tokens come in."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+        self.tokens: list[int] = []
+        self.text = ""
+        self.done = False
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._shown = 0
+
+    def push(self, tokens: Sequence[int], *, end: bool = False) -> str:
+        """Add tokens and return the text that is certain by now.
+
+        Held back until more comes, or ``end``: the bytes of a character not yet complete, and
+        what may be the beginning of a stop string.
+        """
+        if not self.done:
+            self.tokens.extend(tokens)
+            self.text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+            found = [place for s in self._stop if (place := self.text.find(s)) >= 0]
+            if found:
+                self.text = self.text[: min(found)]
+                self.done = True
+        certain = len(self.text) if end or self.done else self._certain_length()
+        new = self.text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        return new
+
+    def _certain_length(self) -> int:
+        text = self.text.rstrip("\ufffd")  # what the tokenizer shows for an incomplete character
+        held = max(
+            (size for s in self._stop for size in range(1, len(s)) if text.endswith(s[:size])),
+            default=0,
+        )
+        return len(text) - held
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One generation: what stays the same from chunk to chunk, and the rows' texts."""
+
+    lm: LanguageModel
+    policy: Policy
+    sampling: Sampling | None
+    key: Array | None
+    stop_tokens: tuple[int, ...]
+    rows: list[RowText]
+
+    def stream(
+        self, prompts: np.ndarray, lengths: np.ndarray, max_new_tokens: int
+    ) -> Generator[list[str], None, GenerationOutput]:
+        start = time.perf_counter()
+        state, logits = prefill(
+            self.lm.model,
+            self.lm.params,
+            prompts,
+            lengths,
+            self.policy,
+            max_new_tokens=max_new_tokens,
+        )
+        token = sample(logits, self.sampling, self.key, state.step)
+        _check_finite(state)
+        first = np.asarray(token)[:, None]
+        prefill_s = time.perf_counter() - start
+        yield self._push(first)
+
+        remaining, timed_tokens, timed_s, warm = max_new_tokens - 1, 0, 0.0, False
+        while remaining and not all(row.done for row in self.rows):
+            done = jnp.asarray([row.done for row in self.rows])
+            state = dataclasses.replace(state, finished=done)
+            step_one = state.kept_slots is not None
+            if not (step_one or warm):
+                state, _ = self._decode(state, token, CHUNK_STEPS, 0)  # compiles
+                warm = True
+            steps = 1 if step_one else CHUNK_STEPS
+            limit = min(steps, remaining)
+            start = time.perf_counter()
+            state, tokens = self._decode(state, token, steps, limit)
+            columns = np.asarray(tokens)[:, :limit]
+            if not step_one:
+                timed_s += time.perf_counter() - start
+                timed_tokens += int((columns != NO_TOKEN).sum())
+            _check_finite(state)
+            remaining -= limit
+            token = jnp.maximum(tokens[:, limit - 1], 0)
+            yield self._push(columns)
+        yield [row.push((), end=True) for row in self.rows]
+        rate = timed_tokens / timed_s if timed_s else 0.0
+        return self._output(state, lengths, prefill_s, rate)
+
+    def _decode(self, state, token, steps, limit):
+        return decode(
+            self.lm.model,
+            self.lm.params,
+            state,
+            token,
+            steps=steps,
+            limit=limit,
+            policy=self.policy,
+            sampling=self.sampling,
+            key=self.key,
+            stop_tokens=self.stop_tokens,
+        )
+
+    def _push(self, columns: np.ndarray) -> list[str]:
+        """Hand [B, steps] tokens to the rows; a row is done at its stop token."""
+        texts = []
+        for row, tokens in zip(self.rows, columns.tolist(), strict=True):
+            tokens = [] if row.done else [token for token in tokens if token != NO_TOKEN]
+            texts.append(row.push(tokens))
+            row.done = row.done or bool(tokens) and tokens[-1] in self.stop_tokens
+        return texts
+
+    def _output(
+        self, state: KVState, lengths: np.ndarray, prefill_s: float, rate: float
+    ) -> GenerationOutput:
+        kept, seen = np.asarray(state.num_held), np.asarray(state.next_position)
+        token_bytes = policies.kv_bytes_per_token(self.lm.model)
+        stats = GenerationStats(
+            prompt_tokens=tuple(lengths.tolist()),
+            new_tokens=tuple(len(row.tokens) for row in self.rows),
+            kept_tokens=tuple(kept.tolist()),
+            evicted=tuple((seen - kept).tolist()),
+            kv_bytes_full=int(seen.sum()) * token_bytes,
+            kv_bytes_kept=int(kept.sum()) * token_bytes,
+            kv_bytes_allocated=state.kv_bytes(),
+            prefill_s=prefill_s,
+            decode_tokens_per_s=rate,
+        )
+        return GenerationOutput(
+            texts=[row.text for row in self.rows],
+            tokens=[row.tokens for row in self.rows],
+            stats=stats,
+            state=state,
+        )
+
+
+def _resolve_policy(policy: str | Policy, ratio: float | None) -> Policy:
+    if isinstance(policy, str):
+        return policies.by_name(policy, ratio=ratio)
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a name or a Policy, got {policy!r}")
+    if ratio is not None:
+        raise ValueError(f"ratio={ratio} is set by the policy given, {policy}")
+    return policy
+
+
+def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        raise ValueError(f"stop must be a list of strings, got one string; write [{stop!r}]")
+    if any(not isinstance(s, str) or not s for s in stop):
+        raise ValueError(f"stop must hold non-empty strings, got {list(stop)!r}")
+    return tuple(stop)
+
+
+def _check_finite(state: KVState) -> None:
+    broken = np.flatnonzero(~np.asarray(state.finite))
+    if broken.size:
+        raise FloatingPointError(
+            f"the logits of rows {broken.tolist()} hold NaN or infinity after "
+            f"{np.asarray(state.next_position)[broken].tolist()} tokens; are the weights sound, "
+            "and does the dtype reach?"
+        )
