@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from inertiakv_jax import aggregation, eviction
 from inertiakv_jax.attention import DecodeCache
@@ -338,7 +339,7 @@ def _delete_cache(state: KVState) -> None:
     Donation cannot do it, for no output has its shape.
     """
     for leaf in (*state.keys, *state.values):
-        if not isinstance(leaf, jax.core.Tracer):
+        if not isinstance(leaf, Tracer):
             leaf.delete()
 
 
@@ -352,7 +353,7 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
         raise ValueError(
             f"policy {policy.name!r} evicts nothing, but the state was prefilled for one that does"
         )
-    if isinstance(state.next_position, jax.core.Tracer) or isinstance(limit, jax.core.Tracer):
+    if isinstance(state.next_position, Tracer) or isinstance(limit, Tracer):
         return
     limit = int(limit)
     fewest = 0 if state.kept_slots is None else 1

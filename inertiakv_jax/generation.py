@@ -311,7 +311,7 @@ class _Run:
         for row, tokens in zip(self.rows, columns.tolist(), strict=True):
             tokens = [] if row.done else [token for token in tokens if token != NO_TOKEN]
             texts.append(row.push(tokens))
-            row.done = row.done or bool(tokens) and tokens[-1] in self.stop_tokens
+            row.done = row.done or (bool(tokens) and tokens[-1] in self.stop_tokens)
         return texts
 
     def _output(

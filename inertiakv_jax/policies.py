@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -75,15 +76,15 @@ class Policy:
                 + (" and ".join(f"{f}={getattr(self, f)!r}" for f in given) or "none")
             )
         if self.ratio is not None:
-            _check_number("ratio", self.ratio, 0.0 <= self.ratio < 1.0, "in [0, 1)")
+            _check(self, "ratio", _in_unit_interval, "a number in [0, 1)")
         for name in ("tokens", "kv_bytes"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_number(name, value, _is_integer(value) and value >= 1, "an integer >= 1")
-        _check_number("alpha", self.alpha, 0.0 <= self.alpha < 1.0, "in [0, 1)")
+            if getattr(self, name) is not None:
+                _check(
+                    self, name, lambda value: _is_integer(value) and value >= 1, "an integer >= 1"
+                )
+        _check(self, "alpha", _in_unit_interval, "a number in [0, 1)")
         for name in ("refresh", "protect_first", "protect_recent"):
-            value = getattr(self, name)
-            _check_number(name, value, _is_integer(value) and value >= 0, "an integer >= 0")
+            _check(self, name, lambda value: _is_integer(value) and value >= 0, "an integer >= 0")
 
     @property
     def evicts(self) -> bool:
@@ -233,10 +234,15 @@ def _make(name: str, ratio: float | None, options: dict[str, Any]) -> Policy:
     return Policy(name, ratio=ratio, **options)
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_number(name: str, value: object, good: bool, expected: str) -> None:
-    if not good:
+def _in_unit_interval(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 <= value < 1
+
+
+def _check(policy: Policy, name: str, good: Callable[[Any], bool], expected: str) -> None:
+    value = getattr(policy, name)
+    if not good(value):
         raise ValueError(f"{name} must be {expected}, got {value!r}")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from inertiakv_jax import state as kv_state
 from inertiakv_jax.attention import PrefillCache
@@ -62,7 +63,7 @@ def prefill(
 
 
 def _checked_prompts(model, tokens, lengths, max_new_tokens) -> tuple[np.ndarray, np.ndarray]:
-    if isinstance(lengths, jax.core.Tracer) or isinstance(tokens, jax.core.Tracer):
+    if isinstance(lengths, Tracer) or isinstance(tokens, Tracer):
         raise ValueError(
             "prefill needs concrete tokens and lengths, since they set the capacity; call it "
             "outside jit (it compiles itself)"

@@ -48,15 +48,30 @@ class Model(Protocol):
     """A decoder-only language model. Must be hashable: it is a static argument under jit."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """L, all of which keep a cache."""
+        ...
+
     @property
-    def num_heads(self) -> int: ...
+    def num_heads(self) -> int:
+        """N."""
+        ...
+
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """K, divides N."""
+        ...
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """D."""
+        ...
+
     @property
-    def max_positions(self) -> int: ...
+    def max_positions(self) -> int:
+        """Longest text, in tokens."""
+        ...
+
     @property
     def dtype(self) -> Any:
         """Dtype of activations, keys and values."""

@@ -84,6 +84,7 @@ class Decoder(nn.Module):
     dtype: jnp.dtype
 
     def setup(self):
+        """Declare the parts; their names are the parameter paths."""
         config, dtype = self.config, self.dtype
         self.embed = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype)
         self.layers = [Block(config, dtype, layer) for layer in range(config.num_layers)]
@@ -92,6 +93,7 @@ class Decoder(nn.Module):
             self.lm_head = _dense(config.vocab_size, dtype, bias=False)
 
     def __call__(self, tokens: Array, positions: Array, cache: CacheT) -> tuple[Array, CacheT]:
+        """Map [B, C] tokens at [B, C] positions to [B, C, H], before the final norm."""
         rotation = rotary_embedding(self.config, positions)
         hidden = self.embed(tokens)
         for layer in self.layers:
@@ -99,6 +101,7 @@ class Decoder(nn.Module):
         return hidden, cache
 
     def logits(self, hidden: Array) -> Array:
+        """Map [..., H] to [..., V] float32."""
         hidden = self.final_norm(hidden)
         if self.config.tie_word_embeddings:
             return _matmul_transposed(hidden, self.embed.embedding)
@@ -122,6 +125,7 @@ class Block(nn.Module):
     def __call__(
         self, hidden: Array, rotation: tuple[Array, Array], cache: CacheT
     ) -> tuple[Array, CacheT]:
+        """Map [B, C, H] to [B, C, H], and the cache to the next."""
         config, dtype = self.config, self.dtype
         normed = RMSNorm(config.rms_norm_eps, dtype, name="input_norm")(hidden)
         attended, cache = Attention(config, dtype, self.layer, name="attention")(
@@ -143,6 +147,7 @@ class Attention(nn.Module):
     def __call__(
         self, hidden: Array, rotation: tuple[Array, Array], cache: CacheT
     ) -> tuple[Array, CacheT]:
+        """Map [B, C, H] to [B, C, H], and the cache to the next."""
         config = self.config
         project = partial(_dense, dtype=self.dtype, bias=config.attention_bias)
         query = project(config.num_heads * config.head_dim, name="q_proj")(hidden)
@@ -168,6 +173,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
+        """Map [..., H] to [..., H]."""
         config = self.config
         project = partial(_dense, dtype=self.dtype, bias=config.mlp_bias)
         gate = project(config.intermediate_size, name="gate_proj")(hidden)
@@ -183,6 +189,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
+        """Map [..., H] to [..., H] in the module's dtype."""
         scale = self.param("scale", nn.initializers.ones, hidden.shape[-1:], self.dtype)
         wide = hidden.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
