@@ -239,7 +239,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _in_unit_interval(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and 0 <= value < 1
+    return isinstance(value, numbers.Real) and 0.0 <= float(value) < 1.0
 
 
 def _check(policy: Policy, name: str, good: Callable[[Any], bool], expected: str) -> None:
