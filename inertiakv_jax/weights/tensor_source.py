@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-# Numbers per block: small enough for a block and its float32 copy to stay in cache.
-BLOCK_NUMBERS = 1 << 18
+# Numbers per block: few enough for a block and what dequantising makes of it to stay in cache.
+BLOCK_NUMBERS = 1 << 16
 
 Block = tuple[slice | np.ndarray, np.ndarray]
 
