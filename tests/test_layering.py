@@ -15,9 +15,13 @@ LAYERS = {
     0: ["config", "numerics", "rope_scaling", "typing"],
     1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding"],
     2: ["scoring", "aggregation", "eviction", "attention", "policies"],
-    3: ["prefilling", "decoding", "generate", "language_model"],
+    3: ["prefilling", "decoding", "generation", "language_model"],
     4: ["models", "models.*", "weights", "weights.*", "checkpoint"],
-    5: ["configs", "eval", "eval.*", "cli", "demo", "bench", "__main__", ""],
+    5: [
+        *("configs", "eval", "eval.*"),
+        *("cli", "commands", "commands.*", "bench", "demo", "prose", "__main__"),
+        "",  # the package root
+    ],
 }
 KERNEL_DOOR = "attention"  # the one library module that calls kernels
 SOURCE_FOLDERS = {"models", "eval", "pallas_kernels", "configs"}  # import names only under PACKAGE
