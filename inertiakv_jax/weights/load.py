@@ -99,7 +99,8 @@ def _load_folder(folder: Path, name: str, dtype: str) -> LanguageModel:
         config = ModelConfig.from_hf(read_json(config_path), generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    return _assemble(open_safetensors(folder), config, hf_tokenizer(folder), name, dtype)
+    source, tokenizer = open_safetensors(folder), hf_tokenizer(folder, config.family)
+    return _assemble(source, config, tokenizer, name, dtype)
 
 
 def _load_gguf(path: Path, name: str, dtype: str) -> LanguageModel:

@@ -7,8 +7,9 @@ wrong split gives plausible, wrong ids.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,12 @@ CL100K_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_MIN_TOKENS = 100_000  # Mistral's other vocabularies have at most 32,768
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "tekken": PreTokenizer((TEKKEN_SPLIT,), whole_words=True, add_bos=True),
     "gpt-2": PreTokenizer((GPT2_SPLIT,)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
+TOKENIZER_LOGGER = "transformers.tokenization_utils_tokenizers"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # Control tokens that end a text or a turn wherever they appear, whatever the metadata names as eos
@@ -71,11 +80,16 @@ END_TOKENS = frozenset(
 )
 
 
-def hf_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
+def hf_tokenizer(folder: Path, family: str) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder; code in the folder is never run.
 
     With a ``tokenizer.json`` exactly that is loaded: transformers 5's own classes (GPT2Tokenizer,
-    which SmolLM2 names) would rebuild its pre-tokenizer and lose what they do not know.
+    which SmolLM2 names) would rebuild its pre-tokenizer and lose what they do not know. One thing
+    is put right: many Mistral models were published with another split than they were trained on.
+
+    Args:
+        folder: with tokenizer.json, or with the vocabulary files that it is made from.
+        family: ``ModelConfig.family``.
 
     Raises:
         ValueError: the folder has no tokenizer, or one that transformers cannot load.
@@ -86,13 +100,29 @@ def hf_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
             f"{folder} has no tokenizer: expected one of {', '.join(VOCABULARY_FILES)}"
         )
     transformers = _import_transformers()
-    loader = transformers.AutoTokenizer
-    if (folder / "tokenizer.json").is_file():
-        loader = transformers.PreTrainedTokenizerFast
+    has_json = (folder / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
     try:
-        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # The remark is on Mistral's split, which transformers cannot tell for sure; see below.
+        with _without_remark(TOKENIZER_LOGGER, "incorrect regex pattern"):
+            tokenizer = loader.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers raises many types for a missing or broken file
         raise ValueError(f"{folder}: cannot load its tokenizer: {error}") from error
+    if has_json and family == "mistral":
+        _use_tekken_split(tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+def _use_tekken_split(backend: tokenizers.Tokenizer) -> None:
+    """Give a byte-level Mistral tokenizer the split of Mistral's own tekken.json."""
+    from tokenizers import pre_tokenizers
+
+    if backend.get_vocab_size() >= TEKKEN_MIN_TOKENS and isinstance(
+        backend.pre_tokenizer, pre_tokenizers.Sequence
+    ):
+        backend.pre_tokenizer = _splitter(PRE_TOKENIZERS["tekken"])
 
 
 def gguf_tokenizer(file: GgufFile) -> transformers.PreTrainedTokenizerFast:
@@ -119,19 +149,26 @@ def gguf_tokenizer(file: GgufFile) -> transformers.PreTrainedTokenizerFast:
 
 
 def _import_transformers() -> ModuleType:
-    """Import transformers without its remark that there is no PyTorch: none is needed."""
-    logger = logging.getLogger("transformers")
-    logger.addFilter(_is_no_remark)
-    try:
+    # None is needed.
+    with _without_remark("transformers", "PyTorch was not found"):
         import transformers
 
         return transformers
+
+
+@contextlib.contextmanager
+def _without_remark(logger_name: str, words: str) -> Iterator[None]:
+    """Keep log messages with these words from being shown."""
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return words not in record.getMessage()
+
+    logger = logging.getLogger(logger_name)
+    logger.addFilter(is_another)
+    try:
+        yield
     finally:
-        logger.removeFilter(_is_no_remark)
-
-
-def _is_no_remark(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("PyTorch was not found")
+        logger.removeFilter(is_another)
 
 
 def end_token_ids(file: GgufFile) -> tuple[int, ...]:

@@ -6,17 +6,25 @@ import unicodedata
 import regex
 from weights.tiny_files import byte_alphabet
 
-# Restated from the models' own tokenizer.json (SmolLM2, Qwen2.5, Llama 3), GPT-2's code and, for
-# "default", llama.cpp: patterns applied in turn, normal form C, whole pieces looked up first.
+# Restated from the models' own tokenizer.json (SmolLM2, Qwen2.5, Llama 3), Mistral's tekken.json,
+# GPT-2's code and, for "default", llama.cpp.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+LEAD = r"[^\r\n\p{L}\p{N}]?"
+TEKKEN = (
+    rf"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Patterns applied in turn, normal form C, whole pieces looked up first.
 RULES = {
     "smollm": ([r"\p{N}", GPT2], False, False),
     "qwen2": ([QWEN2], True, False),
     "llama-bpe": ([QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)], False, True),
+    "tekken": ([TEKKEN], False, True),
     "gpt-2": ([GPT2], False, False),
     "default": ([r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"], False, False),
 }

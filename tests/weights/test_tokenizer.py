@@ -64,6 +64,9 @@ MERGED = {merge.replace(" ", ""): 259 + i for i, merge in enumerate(MERGES)}
         # Normal form C joins e and the accent; the others keep three bytes.
         ("qwen2", "e\u0301", ids("\u00e9")),
         ("smollm", "e\u0301", [3 + 0x65, 3 + 0xCC, 3 + 0x81]),
+        # A capital after small letters begins a piece.
+        ("tekken", "theTHEin", [1, *ids("t"), MERGED["he"], *ids("THE"), MERGED["in"]]),
+        ("tekken", "i", [1, *ids("i")]),
         ("gpt-2", " the the", [MERGED["Ġthe"]] * 2),
         ("smollm", "the", [*ids("t"), MERGED["he"]]),
         # Control tokens are taken from the text as they stand.
@@ -75,7 +78,7 @@ def test_by_hand(tmp_path, pre, text, expected):
     tokenizer = tiny(tmp_path, pre)
     assert tokenizer(text).input_ids == expected
     if pre != "qwen2":
-        assert tokenizer.decode(expected, skip_special_tokens=pre == "llama-bpe") == text
+        assert tokenizer.decode(expected, skip_special_tokens=PRE_TOKENIZERS[pre].add_bos) == text
 
 
 @pytest.mark.parametrize("pre", byte_level_bpe.RULES)
@@ -148,7 +151,7 @@ def test_model_without_a_chat_template(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, "'tekken' is not supported; supported: smollm, qwen2"),
+        ({"tokenizer.ggml.pre": "bloom"}, "'bloom' is not supported; supported: smollm, qwen2"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
         ({"tokenizer.ggml.tokens": ["a"] * 300}, "tokens has duplicates"),
         ({"tokenizer.ggml.tokens": ["a", "b"]}, "token_type has 300 entries for 2 tokens"),
@@ -197,9 +200,51 @@ def test_tokenizer_json_is_followed_whatever_class_the_folder_names(tmp_path):
         ],
     }
     write_tokenizer_json(tmp_path, digits)
-    tokenizer = hf_tokenizer(tmp_path)
+    tokenizer = hf_tokenizer(tmp_path, "llama")
     assert tokenizer("a  12").input_ids == [*ids("a"), MERGED["ĠĠ"], *ids("12")]
     assert tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("family", "padding", "expected"),
+    [
+        ("mistral", 100_000, [*"aB", "the"]),
+        ("mistral", 0, ["aB", "the"]),
+        ("llama", 100_000, ["aB", "the"]),
+    ],
+)
+def test_split_of_mistral_models_that_were_published_with_another(
+    tmp_path, capfd, family, padding, expected
+):
+    write_tokenizer_json(
+        tmp_path,
+        {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": r"\\p{L}+"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": True,
+                    "use_regex": False,
+                },
+            ],
+        },
+    )
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    for token in ("aB", "the", *(f"[{i}]" for i in range(padding))):
+        vocabulary[token] = len(vocabulary)
+    content["model"]["merges"] = ["a B", "h e", "t he"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = hf_tokenizer(tmp_path, family)
+    assert capfd.readouterr().err == ""
+    assert tokenizer.convert_ids_to_tokens(tokenizer("aBthe").input_ids) == expected
 
 
 def test_code_in_a_folder_is_never_run(tmp_path):
@@ -219,7 +264,7 @@ def test_code_in_a_folder_is_never_run(tmp_path):
 def test_broken_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot load its tokenizer"):
-        hf_tokenizer(tmp_path)
+        hf_tokenizer(tmp_path, "llama")
 
 
 # --- the real thing -------------------------------------------------------------------------------
