@@ -229,7 +229,9 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
 
 
 def _make(name: str, ratio: float | None, options: dict[str, Any]) -> Policy:
-    if ratio is None and not {"tokens", "kv_bytes"} & {k for k, v in options.items() if v}:
+    if ratio is None and not {"tokens", "kv_bytes"} & {
+        k for k, v in options.items() if v is not None
+    }:
         ratio = 0.9
     return Policy(name, ratio=ratio, **options)
 

@@ -1,0 +1,200 @@
+import dataclasses
+import re
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inertiakv_jax import policies
+from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.policies import Policy
+from inertiakv_jax.state import NO_EVICTION
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+MODEL = DecoderModel(CONFIG)
+TOKEN_BYTES = 2 * 3 * 1 * 4 * 4  # keys and values, layers, kv heads, head_dim, bytes of float32
+
+
+# What floor((1 - ratio) * length) gives in float64 is wrong for half of these.
+@pytest.mark.parametrize(
+    ("ratio", "length", "kept"),
+    [
+        (0.9, 10, 1),
+        (0.8, 5, 1),
+        (0.9, 100, 10),
+        (0.8, 100, 20),
+        (0.9, 1000, 100),
+        (0.99, 100, 1),
+        (0.8, 4095, 819),
+        (0.6, 2, 1),
+        (0.9, 3, 1),
+        (0.9, 1, 1),
+        (0.5, 7, 3),
+        (0.07, 100, 93),
+        (0.9, 64_029, 6_402),
+        (1e-9, 10, 9),
+    ],
+)
+def test_ratio_budget(ratio, length, kept):
+    assert policies.tokens_kept(length, ratio) == kept
+    assert policies.inertiakv(ratio).budgets([length], MODEL).tolist() == [kept]
+
+
+@given(thousandths=st.integers(1, 999), length=st.integers(1, 10**6))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_ratio_budget_is_exact(thousandths, length):
+    removed = Fraction(thousandths, 1000) * length
+    expected = max(1, length - -(-removed.numerator // removed.denominator))
+    assert policies.tokens_kept(length, float(f"0.{thousandths:03d}")) == expected
+
+
+def test_each_row_has_its_budget():
+    budgets = policies.inertiakv(0.4).budgets([3, 5], MODEL)
+    assert budgets.tolist() == [1, 3]
+    assert budgets.dtype == np.int32
+    assert policies.inertiakv(tokens=7).budgets([3, 500], MODEL).tolist() == [7, 7]
+    assert policies.full().budgets([3, 5], MODEL).tolist() == [NO_EVICTION] * 2
+    assert policies.inertiakv(0.0).budgets([3, 5], MODEL).tolist() == [NO_EVICTION] * 2
+    assert policies.inertiakv(tokens=10**12).budgets([3], MODEL).tolist() == [NO_EVICTION]
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "tokens"),
+    [(TOKEN_BYTES, 1), (TOKEN_BYTES * 5, 5), (TOKEN_BYTES * 6 - 1, 5)],
+)
+def test_byte_budget(kv_bytes, tokens):
+    assert policies.kv_bytes_per_token(MODEL) == TOKEN_BYTES == 96
+    assert policies.inertiakv(kv_bytes=kv_bytes).budgets([9], MODEL).tolist() == [tokens]
+    half = DecoderModel(CONFIG, "bfloat16")
+    assert policies.kv_bytes_per_token(half) == 48
+    assert policies.inertiakv(kv_bytes=kv_bytes).budgets([9], half)[0] in (
+        2 * tokens,
+        2 * tokens + 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "refresh", "scores", "skips"),
+    [
+        ("inertiakv", 1, True, False),
+        ("lazy1", 1, True, False),
+        ("lazy4", 4, True, True),
+        ("lazy16", 16, True, True),
+        ("score-free", 0, False, True),
+    ],
+)
+def test_names(name, refresh, scores, skips):
+    policy = policies.by_name(name, ratio=0.75)
+    assert (policy.name, policy.refresh, policy.ratio, policy.alpha) == (name, refresh, 0.75, 0.8)
+    assert (policy.evicts, policy.scores_some_steps, policy.skips_some_steps) == (
+        True,
+        scores,
+        skips,
+    )
+
+
+def test_full():
+    for policy in (policies.full(), policies.by_name("full"), policies.by_name("full", ratio=0.9)):
+        assert (policy.name, policy.ratio, policy.evicts) == ("full", 0.0, False)
+        assert (policy.scores_some_steps, policy.skips_some_steps) == (False, True)
+
+
+def test_default_ratio_and_names_of_makers():
+    assert policies.inertiakv() == policies.by_name("inertiakv", 0.9)
+    assert policies.lazy(4) == policies.by_name("lazy4", 0.9) == policies.inertiakv(0.9, refresh=4)
+    assert policies.score_free() == policies.by_name("score-free") == policies.inertiakv(refresh=0)
+    assert policies.inertiakv(tokens=9).ratio is None
+    assert policies.by_name("lazy2", tokens=9, protect_first=3) == policies.lazy(
+        2, tokens=9, protect_first=3
+    )
+
+
+def test_policies_are_values():
+    assert hash(policies.lazy(4)) == hash(policies.lazy(4))
+    assert policies.lazy(4) != policies.lazy(8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policies.lazy(4).ratio = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_knobs():
+    policy = policies.inertiakv(0.9, alpha=0.5, refresh=4, protect_first=2, protect_recent=3)
+    knobs = policy.knobs(3)
+    assert float(knobs.decay) == 0.125
+    assert knobs.layer_weights.tolist() == [0.125, 0.25, 0.5]
+    assert [int(x) for x in (knobs.refresh, knobs.protect_first, knobs.protect_recent)] == [4, 2, 3]
+    assert knobs.decay.dtype == knobs.layer_weights.dtype == jnp.float32
+    assert float(policies.inertiakv(0.9, alpha=0.0).knobs(3).decay) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Full", "lazy", "lazy0", "lazy-1", "lazy04", "lazy4x", "h20", "inertia kv"]
+)
+def test_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match=re.escape(f"unknown policy {name!r}")) as error:
+        policies.by_name(name)
+    assert all(known in str(error.value) for known in ("full", "inertiakv", "score-free", "lazyR"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 1.0}, r"ratio must be a number in \[0, 1\), got 1.0"),
+        ({"ratio": -0.1}, r"ratio must be .*got -0.1"),
+        ({"ratio": float("nan")}, r"ratio must be .*got nan"),
+        ({"ratio": "0.9"}, r"ratio must be .*got '0.9'"),
+        ({"ratio": 90}, r"ratio must be .*got 90"),
+        ({"tokens": 0, "ratio": None}, r"tokens must be an integer >= 1, got 0"),
+        ({"tokens": 1.5, "ratio": None}, r"tokens must be an integer >= 1, got 1.5"),
+        ({"tokens": True, "ratio": None}, r"tokens must be an integer >= 1, got True"),
+        ({"kv_bytes": -5, "ratio": None}, r"kv_bytes must be an integer >= 1, got -5"),
+        ({"ratio": None}, r"exactly one of ratio, tokens, kv_bytes, got none"),
+        ({"tokens": 5}, r"exactly one of .*got ratio=0.9 and tokens=5"),
+        ({"alpha": 1.0}, r"alpha must be a number in \[0, 1\), got 1.0"),
+        ({"alpha": -0.5}, r"alpha must be .*got -0.5"),
+        ({"alpha": float("nan")}, r"alpha must be .*got nan"),
+        ({"alpha": None}, r"alpha must be .*got None"),
+        ({"refresh": -1}, r"refresh must be an integer >= 0, got -1"),
+        ({"refresh": 2.0}, r"refresh must be an integer >= 0, got 2.0"),
+        ({"protect_first": -1}, r"protect_first must be an integer >= 0, got -1"),
+        ({"protect_recent": 0.5}, r"protect_recent must be an integer >= 0, got 0.5"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        Policy("inertiakv", **({"ratio": 0.9} | options))
+
+
+@pytest.mark.parametrize("refresh", [0, -4, 1.5, "4", True])
+def test_bad_lazy_interval(refresh):
+    with pytest.raises(ValueError, match=r"refresh must be an integer >= 1, got"):
+        policies.lazy(refresh)
+
+
+def test_zero_tokens_is_an_error_of_tokens():
+    with pytest.raises(ValueError, match="tokens must be an integer >= 1, got 0"):
+        policies.inertiakv(tokens=0)
+
+
+def test_protected_tokens_must_fit_the_smallest_budget():
+    policy = policies.inertiakv(0.9, protect_first=4, protect_recent=4)
+    assert policy.budgets([80, 200], MODEL).tolist() == [8, 20]
+    with pytest.raises(ValueError, match=r"protect_first=4 and protect_recent=4 .* 7 tokens"):
+        policy.budgets([200, 79], MODEL)
+
+
+def test_bytes_below_one_token():
+    with pytest.raises(ValueError, match=r"kv_bytes=95 is below one token's 96"):
+        policies.inertiakv(kv_bytes=95).budgets([9], MODEL)
