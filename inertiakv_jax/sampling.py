@@ -82,8 +82,9 @@ def filter_logits(logits: Array, sampling: Sampling) -> Array:
 
     probabilities = jax.nn.softmax(kept, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # The most likely token always stays, whatever rounding does to the sums.
-    kept = jnp.where((before < jnp.float32(sampling.top_p)) | (rank == 0), kept, -jnp.inf)
+    # Sums round: the most likely token stays for any top_p, and the least likely at top_p 1.
+    top_p = jnp.float32(sampling.top_p)
+    kept = jnp.where((before < top_p) | (rank == 0) | (top_p >= 1.0), kept, -jnp.inf)
 
     best = descending[:, :1]
     floor = best + jnp.log(jnp.float32(sampling.min_p))
