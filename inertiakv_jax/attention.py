@@ -33,9 +33,11 @@ class DecodeCache:
         """Write one token, attend, add the layer's score. Shapes as in ``AttentionCache``, C=1."""
         keys = _write_token(self.keys[layer], key[:, 0], self.slot)
         values = _write_token(self.values[layer], value[:, 0], self.slot)
-        output, mass = decode_attention(query[:, 0], keys, values, self.valid)
         increment = self.increment
-        if increment is not None:
+        output, mass = decode_attention(
+            query[:, 0], keys, values, self.valid, return_mass=increment is not None
+        )
+        if increment is not None and mass is not None:
             score = scoring.attention(mass, num_heads=query.shape[2])
             increment = increment + self.layer_weights[layer] * score
         cache = dataclasses.replace(

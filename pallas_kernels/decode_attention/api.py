@@ -13,12 +13,14 @@ def decode_attention(
     valid: Array,
     *,
     scale: float | None = None,
-) -> tuple[Array, Array]:
+    soft_cap: float | None = None,
+    return_mass: bool = True,
+) -> tuple[Array, Array | None]:
     """Attend one query token to the valid slots and return the probability mass of each slot.
 
     For query head n in the group of kv head k, over the valid slots s:
 
-        p[n, s]    = softmax_s(scale * <query[n], keys[k, s]>)
+        p[n, s]    = softmax_s(cap(scale * <query[n], keys[k, s]>))
         output[n]  = sum_s p[n, s] * values[k, s]
         mass[k, s] = sum of p[n, s] over the G query heads of k
 
@@ -31,13 +33,17 @@ def decode_attention(
       values: [B, K, S, D] float; likewise.
       valid: [B, S] or [B, K, S] bool, the slots that are held.
       scale: multiplier of the logits; None means D ** -0.5.
+      soft_cap: above 0; cap(x) = soft_cap * tanh(x / soft_cap), as in Gemma 2. None: cap(x) = x.
+      return_mass: False leaves the mass out, for steps that do not score.
 
     Returns:
       output: [B, N, D], dtype of ``query``; 0 for a row without a valid slot.
       mass: [B, K, S] float32, >= 0; 0 on dead slots; sums over S to G, or to 0 for such a row.
+        None without ``return_mass``.
 
     Raises:
-      ValueError: shapes disagree, K does not divide N, or ``valid`` is not bool (while tracing).
+      ValueError: shapes disagree, K does not divide N, ``valid`` is not bool, or ``soft_cap`` is
+        not above 0 (while tracing).
 
     Source: arXiv 2609.03515 section 3.2 (eq. 1) for the score; doing both in one pass is ours.
 
@@ -52,7 +58,11 @@ def decode_attention(
     _check(query, keys, values, valid)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    return ref.decode_attention(query, keys, values, valid, scale=scale)
+    if soft_cap is not None and not soft_cap > 0.0:
+        raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
+    return ref.decode_attention(
+        query, keys, values, valid, scale=scale, soft_cap=soft_cap, return_mass=return_mass
+    )
 
 
 def _check(query: Array, keys: Array, values: Array, valid: Array) -> None:

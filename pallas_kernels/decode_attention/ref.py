@@ -8,21 +8,28 @@ from inertiakv_jax.numerics import masked_softmax
 
 
 def decode_attention(
-    query: Array, keys: Array, values: Array, valid: Array, *, scale: float
-) -> tuple[Array, Array]:
-    """Attend and score; see ``api.decode_attention`` for the mathematics and the shapes.
-
-    The mass is always returned: the probabilities are at hand, and XLA drops the sum where nobody
-    reads it.
-    """
+    query: Array,
+    keys: Array,
+    values: Array,
+    valid: Array,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    return_mass: bool,
+) -> tuple[Array, Array | None]:
+    """Attend and score; see ``api.decode_attention`` for the mathematics and the shapes."""
     batch, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
     logits = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+    logits = logits * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     mask = valid[:, None, None] if valid.ndim == 2 else valid[:, :, None]
-    probabilities = masked_softmax(logits * scale, mask)
+    probabilities = masked_softmax(logits, mask)
     output = _weighted_sum(probabilities, values, mask)
-    return output.reshape(query.shape).astype(query.dtype), probabilities.sum(axis=2)
+    output = output.reshape(query.shape).astype(query.dtype)
+    return output, probabilities.sum(axis=2) if return_mass else None
 
 
 def _weighted_sum(probabilities: Array, values: Array, mask: Array) -> Array:
