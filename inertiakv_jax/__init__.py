@@ -1,8 +1,8 @@
 """InertiaKV in JAX: decode long prompts with a small KV cache that keeps what attention keeps."""
 
 from inertiakv_jax import policies as policies
+from inertiakv_jax.decode_step import step as step
 from inertiakv_jax.decoding import decode as decode
-from inertiakv_jax.decoding import step as step
 from inertiakv_jax.generation import GenerationOutput as GenerationOutput
 from inertiakv_jax.generation import GenerationStats as GenerationStats
 from inertiakv_jax.generation import generate as generate

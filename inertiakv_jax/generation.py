@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,10 @@ from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import check_lengths, prefill
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.state import KVState
+from inertiakv_jax.text import Prompt, RowText, encode_prompts
 
 CHUNK_STEPS = 16
 """Decode steps between two looks at the tokens, for stop strings and streaming."""
-
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | np.ndarray
-"""A text, a chat (dicts with "role" and "content"), or token ids taken as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,86 +154,6 @@ def stream(
         rows=[RowText(lm.tokenizer, stop) for _ in ids],
     )
     return run.stream(padded, lengths, max_new_tokens)
-
-
-def encode_prompts(
-    lm: LanguageModel, prompts: Sequence[Prompt], answer_prefix: str = ""
-) -> list[list[int]]:
-    """Token ids of each prompt; see ``stream`` for what a prompt may be.
-
-    Raises:
-      ValueError: a bare string for the batch, an empty batch or prompt, ids outside the
-        vocabulary, or a chat for a model without a template.
-    """
-    if isinstance(prompts, str):
-        raise ValueError("prompts must be a list of prompts, got one string; write [prompt]")
-    if len(prompts) == 0:
-        raise ValueError("the batch is empty: give at least one prompt")
-    rows = []
-    for index, prompt in enumerate(prompts):
-        ids = _encode(lm, prompt, answer_prefix)
-        if not ids:
-            raise ValueError(f"prompt {index} is empty")
-        vocabulary = lm.config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise ValueError(
-                f"prompt {index} has token ids {min(ids)} .. {max(ids)}, outside the vocabulary "
-                f"0 .. {vocabulary - 1}"
-            )
-        rows.append(ids)
-    return rows
-
-
-def _encode(lm: LanguageModel, prompt: Prompt, answer_prefix: str) -> list[int]:
-    if isinstance(prompt, str):
-        if not prompt:
-            return []
-        return list(lm.tokenizer(prompt + answer_prefix)["input_ids"])
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        text = lm.chat_prompt(prompt) + answer_prefix  # pyright: ignore[reportArgumentType]
-        return list(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
-    ids = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
-    if ids and answer_prefix:
-        ids += lm.tokenizer(answer_prefix, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-class RowText:
-    """The text of one row as its tokens come in."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self.tokens: list[int] = []
-        self.text = ""
-        self.done = False
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._shown = 0
-
-    def push(self, tokens: Sequence[int], *, end: bool = False) -> str:
-        """Add tokens and return the text that is certain by now.
-
-        Held back until more comes, or ``end``: the bytes of a character not yet complete, and
-        what may be the beginning of a stop string.
-        """
-        if not self.done:
-            self.tokens.extend(tokens)
-            self.text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-            found = [place for s in self._stop if (place := self.text.find(s)) >= 0]
-            if found:
-                self.text = self.text[: min(found)]
-                self.done = True
-        certain = len(self.text) if end or self.done else self._certain_length()
-        new = self.text[self._shown : certain]
-        self._shown = max(self._shown, certain)
-        return new
-
-    def _certain_length(self) -> int:
-        text = self.text.rstrip("\ufffd")  # what the tokenizer shows for an incomplete character
-        held = max(
-            (size for s in self._stop for size in range(1, len(s)) if text.endswith(s[:size])),
-            default=0,
-        )
-        return len(text) - held
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ LAYERS = {
     0: ["config", "numerics", "rope_scaling", "typing"],
     1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding"],
     2: ["scoring", "aggregation", "eviction", "attention", "policies"],
-    3: ["prefilling", "decoding", "generation", "language_model"],
+    3: ["prefilling", "decode_step", "decoding", "text", "generation", "language_model"],
     4: ["models", "models.*", "weights", "weights.*", "checkpoint"],
     5: [
         *("configs", "eval", "eval.*"),

@@ -18,7 +18,8 @@ from oracle.tiny import random_params
 
 from inertiakv_jax import policies
 from inertiakv_jax.config import ModelConfig
-from inertiakv_jax.decoding import decode, step
+from inertiakv_jax.decode_step import step
+from inertiakv_jax.decoding import decode
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.prefilling import prefill
 from inertiakv_jax.rope_scaling import RopeScaling
