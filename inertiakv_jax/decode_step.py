@@ -46,14 +46,13 @@ def step(
         return first_step(model, params, state, token, knobs)
 
     def body(carry, *, rescore):
-        del carry
-        return later_step(model, params, state, token, knobs, rescore=rescore)
+        return later_step(model, params, carry[0], token, knobs, rescore=rescore)
 
     bodies = step_kinds(policy)
     if len(bodies) == 1:
-        return body(None, rescore=bodies[0])
-    shape = jax.eval_shape(lambda: body(None, rescore=False)[1])
-    carry = (state, jnp.zeros(shape.shape, shape.dtype))
+        return body((state,), rescore=bodies[0])
+    logits = jax.eval_shape(lambda: body((state,), rescore=False)[1])
+    carry = (state, jnp.zeros(logits.shape, logits.dtype))
     return run_due_body(body, carry, bodies, due=refresh_due(state, knobs), running=True)
 
 
