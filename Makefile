@@ -29,6 +29,8 @@ TYPECHECK = build/typecheck/inertiakv_jax
 demo: $(VENV)/.installed-core
 	$(BIN)/inertiakv demo $(ARGS)
 
+# In one process: jax compiles with all cores, and each further worker would compile everything again
+# (two on two cores took twice the processor time).
 test: $(VENV)/.installed-$(TEST_EXTRAS)
 	$(BIN)/pytest $(ARGS)
 
@@ -36,10 +38,11 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@# pyright does not know the editable install's import hook, so it gets the package as it is
-	@# installed: one folder, of links.
-	@rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)
-	@ln -s $(CURDIR)/inertiakv_jax/* $(CURDIR)/models $(CURDIR)/eval $(CURDIR)/pallas_kernels \
-	  $(CURDIR)/configs $(TYPECHECK)
+	@# installed, one folder of links (folders are made: it does not look into linked ones).
+	@rm -rf $(TYPECHECK)
+	@find $(SOURCES) -name '*.py' | while read -r file; do \
+	  link=$(TYPECHECK)/$${file#inertiakv_jax/}; \
+	  mkdir -p "$$(dirname "$$link")" && ln -s "$(CURDIR)/$$file" "$$link" || exit 1; done
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.installed-lint
