@@ -19,7 +19,8 @@ LAYERS = {
     4: ["models", "models.*", "weights", "weights.*", "checkpoint"],
     5: [
         *("configs", "eval", "eval.*"),
-        *("cli", "commands", "commands.*", "bench", "demo", "prose", "__main__"),
+        *("cli", "commands", "commands.*", "__main__"),
+        *("bench", "bench_peers", "demo", "demo_figure", "prose"),
         "",  # the package root
     ],
 }
