@@ -50,7 +50,11 @@ def mean_utility(scores: Array, valid: Array) -> Array:
     """
     held = jnp.sum(valid, axis=-1).astype(jnp.float32)
     total = jnp.sum(jnp.where(valid, scores, 0.0), axis=-1)
-    return total / jnp.maximum(held, 1.0)
+    # Rounded, the mean of equals may fall below them all, and the new token would always go first.
+    lowest = jnp.min(jnp.where(valid, scores, jnp.inf), axis=-1)
+    highest = jnp.max(jnp.where(valid, scores, -jnp.inf), axis=-1)
+    mean = jnp.clip(total / jnp.maximum(held, 1.0), lowest, highest)
+    return jnp.where(held > 0.0, mean, 0.0)
 
 
 def aggregate(scores: Array, increment: Array, decay: Array) -> Array:

@@ -64,6 +64,15 @@ def test_mean_utility():
     assert aggregation.mean_utility(scores, valid).tolist() == [3.0, 0.0]
 
 
+def test_mean_of_equals_is_exact():
+    """A sum of 3 .. 64 equals, divided again, is off by a rounding for 45 of these."""
+    utilities = np.random.default_rng(0).random(62).astype(np.float32)
+    valid = np.arange(64)[None] < np.arange(3, 65)[:, None]
+    scores = np.broadcast_to(utilities[:, None], (62, 64))
+    got = aggregation.mean_utility(jnp.asarray(scores), jnp.asarray(valid))
+    assert got.tolist() == utilities.tolist()
+
+
 def test_new_token_is_not_frozen_out():
     """Its prior is the mean of the others; had it begun at 0, it would go in its own step."""
     valid = jnp.asarray([[True] * 4 + [False]])
