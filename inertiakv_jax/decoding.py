@@ -187,7 +187,9 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
     if not fewest <= limit <= steps:
         raise ValueError(f"limit must be in {fewest} .. steps={steps}, got {limit}")
     seen = int(np.max(np.where(state.finished, 0, state.next_position)))
-    room = model.max_positions if policy.evicts else min(model.max_positions, state.num_slots)
+    # A budget beyond the slots never makes room: the cache was sized for the full text.
+    grows = bool(np.any(np.asarray(state.budget) >= state.num_slots))
+    room = min(model.max_positions, state.num_slots) if grows else model.max_positions
     if seen + limit > room:
         what = "positions of the model" if room == model.max_positions else "slots of the cache"
         raise ValueError(f"{seen} tokens and {limit} steps exceed the {room} {what}")

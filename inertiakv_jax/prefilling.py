@@ -55,7 +55,9 @@ def prefill(
     tokens, lengths = _checked_prompts(model, tokens, lengths, max_new_tokens)
     budgets = policy.budgets(lengths, model)
     longest = int(lengths.max())
-    slots, kept_slots = _capacities(policy, budgets, longest, max_new_tokens)
+    # A row never holds more tokens than the model has positions, whatever its budget.
+    most_kept = min(int(budgets.max()), model.max_positions)
+    slots, kept_slots = _capacities(policy, most_kept, longest, max_new_tokens)
     chunk = CHUNK if slots % CHUNK == 0 else 64
     padded = np.zeros((len(lengths), slots), np.int32)
     padded[:, :longest] = tokens[:, :longest]
@@ -98,7 +100,7 @@ def check_lengths(model: Model, lengths: np.ndarray, max_new_tokens: int | None)
 
 
 def _capacities(
-    policy: Policy, budgets: np.ndarray, longest: int, max_new_tokens: int | None
+    policy: Policy, most_kept: int, longest: int, max_new_tokens: int | None
 ) -> tuple[int, int | None]:
     """Slots of the full cache, and of the one that step 1 leaves; None if nothing is evicted."""
     if not policy.evicts:
@@ -108,7 +110,7 @@ def _capacities(
                 "size the cache"
             )
         return _full_slots(longest + max_new_tokens), None
-    kept = kv_state.slots_for(int(budgets.max()) + 1, multiple=64)
+    kept = kv_state.slots_for(most_kept + 1, multiple=64)
     return _full_slots(max(longest + 1, kept)), kept
 
 

@@ -8,11 +8,9 @@ import numpy as np
 from oracle import llama
 from oracle.tiny import random_params
 
-from inertiakv_jax import policies
+from inertiakv_jax import decode, policies, prefill, step
 from inertiakv_jax.config import ModelConfig
-from inertiakv_jax.decoding import decode
 from inertiakv_jax.models.decoder import DecoderModel
-from inertiakv_jax.prefilling import prefill
 
 CONFIG = ModelConfig(
     family="llama",
@@ -59,10 +57,11 @@ def padded(rows, width=None):
     return tokens, np.array([len(row) for row in rows])
 
 
-def prefilled(policy, rows=None, *, max_new_tokens=20):
+def prefilled(policy, rows=None, *, max_new_tokens=20, model=MODEL, weights=None):
     """State after prefill, and each row's most likely next token."""
     tokens, lengths = padded(prompts() if rows is None else rows)
-    state, logits = prefill(MODEL, params(), tokens, lengths, policy, max_new_tokens=max_new_tokens)
+    weights = params() if weights is None else weights
+    state, logits = prefill(model, weights, tokens, lengths, policy, max_new_tokens=max_new_tokens)
     return state, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -70,6 +69,15 @@ def decoded(state, token, policy, steps=STEPS, **options):
     """``decode`` with the tiny model: state, and tokens [B, steps] as NumPy."""
     state, tokens = decode(MODEL, params(), state, token, steps=steps, policy=policy, **options)
     return state, np.asarray(tokens)
+
+
+_step = jax.jit(step, static_argnames=("model", "policy"))
+
+
+def stepped(state, token, policy):
+    """``step`` with the tiny model: state, and logits [B, V] as NumPy."""
+    state, logits = _step(MODEL, params(), state, token, policy)
+    return state, np.asarray(logits)
 
 
 def held_positions(state):
