@@ -1,0 +1,3 @@
+from inertiakv_jax.cli import main
+
+main()

@@ -1,0 +1,110 @@
+"""The command line ``inertiakv``: one subcommand, one module of ``commands``."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from rich.text import Text
+
+from inertiakv_jax.commands import bench, demo, generate
+from inertiakv_jax.commands.terminal import console
+
+DESCRIPTION = """Decode long prompts with a KV cache that keeps what attention keeps.
+
+Example:
+  inertiakv demo
+"""
+DEBUG_VARIABLE = "INERTIAKV_DEBUG"
+
+BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
+
+# What the library raises on purpose. All else is a mistake of ours and shows its traceback.
+_EXIT_CODES = {
+    ValueError: BAD_INPUT,
+    ConnectionError: FAILURE,
+    FloatingPointError: FAILURE,
+    OSError: FAILURE,
+    MemoryError: FAILURE,
+}
+
+Command = (
+    Annotated[generate.Generate, tyro.conf.subcommand("generate", description=generate.DESCRIPTION)]
+    | Annotated[demo.Demo, tyro.conf.subcommand("demo", description=demo.DESCRIPTION)]
+    | Annotated[bench.Bench, tyro.conf.subcommand("bench", description=bench.DESCRIPTION)]
+)
+
+
+def main() -> None:
+    """Run the process's own arguments, keep compiled programs for the next time, and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an answer may have letters that it cannot show
+            stream.reconfigure(errors="replace")
+    sys.exit(run(sys.argv[1:], keep_programs=True))
+
+
+def run(arguments: Sequence[str], *, keep_programs: bool = False) -> int:
+    """Run one command line.
+
+    Args:
+      arguments: without the program's name.
+      keep_programs: keep compiled programs in the user's cache folder, for this process and later
+        ones.
+
+    Returns:
+      The exit code: 0, 2 for bad input, 1 for a failure, 130 if interrupted.
+
+    Raises:
+      SystemExit: ``--help`` (0), or arguments that cannot be parsed (2).
+    """
+    command = tyro.cli(
+        Command,
+        prog="inertiakv",
+        description=DESCRIPTION,
+        args=arguments,
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.DisallowNone,
+            tyro.conf.PositionalMetavarFromFieldName,
+        ),
+    )
+    try:
+        if keep_programs:
+            _keep_programs()
+        command.run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has had enough
+        _close_stdout()
+        return FAILURE
+    except KeyboardInterrupt:
+        console().print("interrupted")
+        return INTERRUPTED
+    except tuple(_EXIT_CODES) as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        console().print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        return next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+    return 0
+
+
+def _keep_programs() -> None:
+    """Let jax keep compiled programs on disk, unless the user has told it where or not to."""
+    import jax
+
+    from inertiakv_jax.weights.wheel_files import cache_folder
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = cache_folder() / "programs"
+    with contextlib.suppress(OSError):  # a home that cannot be written to: compile every time
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _close_stdout() -> None:
+    """Keep Python from complaining about the broken pipe once more, at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

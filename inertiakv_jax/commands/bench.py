@@ -1,0 +1,120 @@
+"""``inertiakv bench``: seconds of prefill and milliseconds a token, policies against peers."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import UseAppendAction, arg
+
+from inertiakv_jax.commands.terminal import check_output, console, progress, write_file
+
+if TYPE_CHECKING:  # heavy, and not needed for --help
+    from inertiakv_jax.bench import Contestant
+    from inertiakv_jax.language_model import LanguageModel
+
+DESCRIPTION = """Time prefill and decoding of several policies, and of other libraries.
+
+All take turns in one process: one round to warm up, then --repeats that count. Peers run on the
+CPU with the same weights, dtype and number of threads; they need the extra 'peers'.
+
+Example:
+  inertiakv bench --peer transformers --peer kvpress --json bench.json
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Options of ``inertiakv bench``."""
+
+    model: str = "smollm2-135m"
+    """Catalogue name, hub id, folder with config.json, or .gguf file."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    prompt_tokens: int = 4096
+    """Length of the prompt, generated prose."""
+    new_tokens: int = 64
+    """Decode steps timed, after step 1."""
+    repeats: int = 5
+    """Rounds that count."""
+    policies: tuple[str, ...] = ("full", "inertiakv", "lazy4", "score-free")
+    """Policies to time, separated by spaces."""
+    ratio: float = 0.9
+    """Fraction of the prompt's cache removed, in [0, 1); full removes nothing."""
+    peer: UseAppendAction[tuple[Literal["transformers", "kvpress"], ...]] = ()
+    """Also time transformers with its full cache, or kvpress with TOVA at every step."""
+    json: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """Also write everything measured to this file."""
+
+    def run(self) -> None:
+        """Measure, print a table, write the JSON."""
+        self._check()
+        log = console()
+        log.print(f"Loading {self.model}")
+        import numpy as np
+
+        from inertiakv_jax import bench
+        from inertiakv_jax.commands import bench_report
+        from inertiakv_jax.prefilling import check_lengths
+        from inertiakv_jax.weights.load import load
+
+        busy = bench_report.busy_cpus()
+        lm = load(self.model, dtype=self.dtype)
+        prompt = bench.prompt_of(lm, self.prompt_tokens)
+        check_lengths(lm.model, np.asarray([len(prompt)]), self.new_tokens + 1)
+        contestants, skipped = self._contestants(lm)
+        if not contestants:
+            raise ValueError(f"nothing to time: {skipped}")
+        with progress(log) as say:
+            runs = bench.take_turns(
+                contestants,
+                prompt,
+                new_tokens=self.new_tokens,
+                repeats=self.repeats,
+                on_progress=say,
+            )
+        settings = {
+            "batch": 1,
+            "dtype": self.dtype,
+            "prompt_tokens": len(prompt),
+            "new_tokens": self.new_tokens,
+            "repeats": self.repeats,
+            "ratio": self.ratio,
+        }
+        measured = bench_report.report(lm, contestants, runs, settings, skipped)
+        measured["device"]["cpus_busy_before"] = busy
+        bench_report.print_report(measured)
+        if self.json is not None:
+            write_file(self.json, (json.dumps(measured, indent=2) + "\n").encode())
+
+    def _check(self) -> None:
+        for name in ("prompt_tokens", "new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} must be at least 1, got {getattr(self, name)}")
+        if not self.policies and not self.peer:
+            raise ValueError("nothing to time: --policies and --peer are empty")
+        if self.json is not None:
+            check_output("--json", self.json)
+        from inertiakv_jax import policies
+
+        for name in self.policies:
+            policies.by_name(name, ratio=self.ratio)
+
+    def _contestants(self, lm: "LanguageModel") -> tuple[list["Contestant"], dict[str, str]]:
+        from inertiakv_jax import bench, bench_peers, policies
+
+        found: list[Contestant] = [
+            bench.PolicyContestant(lm, policies.by_name(name, ratio=self.ratio))
+            for name in self.policies
+        ]
+        reasons = {peer: bench_peers.why_not(peer) for peer in dict.fromkeys(self.peer)}
+        skipped = {peer: reason for peer, reason in reasons.items() if reason is not None}
+        if len(skipped) < len(reasons):
+            model = bench_peers.torch_model(lm)
+            if "transformers" in reasons.keys() - skipped.keys():
+                found.append(bench_peers.transformers_contestant(model))
+            if "kvpress" in reasons.keys() - skipped.keys():
+                kept = policies.tokens_kept(self.prompt_tokens, self.ratio)
+                found.append(bench_peers.kvpress_contestant(model, kept))
+        return found, skipped
