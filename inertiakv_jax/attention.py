@@ -1,14 +1,39 @@
 """What a model's layers talk to: caches that store, attend and score. The only door to kernels."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from inertiakv_jax import scoring
 from inertiakv_jax.numerics import MASK_VALUE
-from inertiakv_jax.pallas_kernels.decode_attention.api import decode_attention
+from inertiakv_jax.pallas_kernels.decode_attention.api import IMPLEMENTATIONS, decode_attention
+from inertiakv_jax.sharding import CACHE, PARTIAL_SCORES, ROW, SLOTS, TOKEN_HEADS
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How decode attention is run. Static; the default serves every machine.
+
+    Attributes:
+      implementation: of the kernel: None takes the best for the device that is compiled for;
+        "xla", "tpu" or "gpu" names one, which raises where it cannot run.
+      mesh: with axes "data" (rows) and "model" (heads), over which state and parameters lie; None
+        for one device. The kernel then runs on each device over its own rows and heads.
+    """
+
+    implementation: str | None = None
+    mesh: Mesh | None = None
+
+    def __post_init__(self):
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
+                f"got {self.implementation!r}"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +42,8 @@ class DecodeCache:
     """The cache of one decode step: one new token a row, attending to all that is held.
 
     Satisfies ``typing.AttentionCache``. Evicting and ageing of utilities happen once a step,
-    outside; layers only add up their part of the increment.
+    outside; layers only add up their part of the increment, and devices only their heads' part
+    of that: one sum over devices a step, none a layer.
     """
 
     keys: tuple[Array, ...]  # L x [B, K, S, D]
@@ -25,20 +51,33 @@ class DecodeCache:
     slot: Array  # [B] int32, where the new token goes; S writes nowhere (a finished row)
     valid: Array  # [B, S] bool, held slots, the new token's included
     layer_weights: Array  # [L] float32, weight of each layer's score in the increment
-    increment: Array | None  # [B, S] float32, sum so far of weighted scores; None: do not score
+    increment: Array | None  # [devices of "model", B, S] float32, weighted scores so far; None: off
+    execution: Execution = dataclasses.field(metadata={"static": True}, default=Execution())
 
     def attend(
         self, layer: int, query: Array, key: Array, value: Array
     ) -> tuple[Array, "DecodeCache"]:
         """Write one token, attend, add the layer's score. Shapes as in ``AttentionCache``, C=1."""
-        keys = _write_token(self.keys[layer], key[:, 0], self.slot)
-        values = _write_token(self.values[layer], value[:, 0], self.slot)
-        increment = self.increment
-        output, mass = decode_attention(
-            query[:, 0], keys, values, self.valid, return_mass=increment is not None
+        scored = self.increment is not None
+        attend = functools.partial(
+            _write_and_attend,
+            num_heads=query.shape[2],
+            scored=scored,
+            implementation=self.execution.implementation,
         )
-        if increment is not None and mass is not None:
-            score = scoring.attention(mass, num_heads=query.shape[2])
+        if self.execution.mesh is not None:
+            attend = jax.shard_map(
+                attend,
+                mesh=self.execution.mesh,
+                in_specs=(*[TOKEN_HEADS] * 3, CACHE, CACHE, ROW, SLOTS),
+                out_specs=(TOKEN_HEADS, CACHE, CACHE, PARTIAL_SCORES if scored else None),
+                check_vma=False,  # a Pallas kernel does not say how its outputs vary
+            )
+        output, keys, values, score = attend(
+            query, key, value, self.keys[layer], self.values[layer], self.slot, self.valid
+        )
+        increment = self.increment
+        if increment is not None:
             increment = increment + self.layer_weights[layer] * score
         cache = dataclasses.replace(
             self,
@@ -46,7 +85,7 @@ class DecodeCache:
             values=_replace_at(self.values, layer, values),
             increment=increment,
         )
-        return output[:, None], cache
+        return output, cache
 
 
 @jax.tree_util.register_dataclass
@@ -133,6 +172,32 @@ def causal_chunk_attention(query: Array, keys: Array, values: Array, offset: Arr
     _, total, output = attend_block(last, carry, mask=causal[None, None])
     output = (output / total).reshape(batch, num_kv_heads, group, chunk, head_dim)
     return output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+
+
+def _write_and_attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    keys: Array,
+    values: Array,
+    slot: Array,
+    valid: Array,
+    *,
+    num_heads: int,
+    scored: bool,
+    implementation: str | None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """One layer on one device: attention output, caches, its heads' part [1, B, S] of the score.
+
+    ``num_heads`` counts the query heads of all devices.
+    """
+    keys = _write_token(keys, key[:, 0], slot)
+    values = _write_token(values, value[:, 0], slot)
+    output, mass = decode_attention(
+        query[:, 0], keys, values, valid, return_mass=scored, implementation=implementation
+    )
+    score = None if mass is None else scoring.attention(mass, num_heads)[None]
+    return output[:, None], keys, values, score
 
 
 def _write_token(cache: Array, token: Array, slot: Array) -> Array:

@@ -9,16 +9,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from inertiakv_jax import aggregation, eviction
-from inertiakv_jax.attention import DecodeCache
+from inertiakv_jax.attention import DecodeCache, Execution
 from inertiakv_jax.policies import Knobs, Policy
+from inertiakv_jax.sharding import model_devices
 from inertiakv_jax.state import FREE_POSITION, KVState
 from inertiakv_jax.typing import Model, Params
+
+DEFAULT_EXECUTION = Execution()
 
 _Carry = TypeVar("_Carry")
 
 
 def step(
-    model: Model, params: Params, state: KVState, token: Array, policy: Policy
+    model: Model,
+    params: Params,
+    state: KVState,
+    token: Array,
+    policy: Policy,
+    *,
+    execution: Execution = DEFAULT_EXECUTION,
 ) -> tuple[KVState, Array]:
     """Take one decode step. Pure and traceable: for your own ``jit`` or ``scan``.
 
@@ -34,6 +43,7 @@ def step(
       token: [B] int32, the token to insert, at each row's ``next_position``. A row without a free
         slot (only where nothing is evicted) drops it.
       policy: static, the one given to ``prefill``.
+      execution: static: which kernel, over which devices.
 
     Returns:
       The new state, and logits [B, V] float32 for the token after. A finished row's state comes
@@ -43,10 +53,12 @@ def step(
     """
     knobs = policy.knobs(model.num_layers)
     if state.kept_slots is not None:
-        return first_step(model, params, state, token, knobs)
+        return first_step(model, params, state, token, knobs, execution=execution)
 
     def body(carry, *, rescore):
-        return later_step(model, params, carry[0], token, knobs, rescore=rescore)
+        return later_step(
+            model, params, carry[0], token, knobs, rescore=rescore, execution=execution
+        )
 
     bodies = step_kinds(policy)
     if len(bodies) == 1:
@@ -89,10 +101,12 @@ def run_due_body(
     return carry
 
 
-def later_step(model, params, state, token, knobs, *, rescore: bool) -> tuple[KVState, Array]:
+def later_step(
+    model, params, state, token, knobs, *, rescore: bool, execution: Execution
+) -> tuple[KVState, Array]:
     """A step of a state whose shape stays: at most one token a row is evicted."""
     state, active, logits = _insert_attend_aggregate(
-        model, params, state, token, knobs, rescore=rescore
+        model, params, state, token, knobs, rescore=rescore, execution=execution
     )
     over_budget = active & (state.num_held > state.budget)
     candidates = _candidates(state, knobs) & over_budget[:, None]
@@ -100,9 +114,13 @@ def later_step(model, params, state, token, knobs, *, rescore: bool) -> tuple[KV
     return _drop(state, evicted), logits
 
 
-def first_step(model, params, state, token, knobs) -> tuple[KVState, Array]:
+def first_step(
+    model, params, state, token, knobs, *, execution: Execution
+) -> tuple[KVState, Array]:
     """Step 1: attend to the whole prompt, evict down to the budget, shrink the cache."""
-    state, _, logits = _insert_attend_aggregate(model, params, state, token, knobs, rescore=True)
+    state, _, logits = _insert_attend_aggregate(
+        model, params, state, token, knobs, rescore=True, execution=execution
+    )
     kept = eviction.select_kept(
         state.scores, state.positions, state.valid, _candidates(state, knobs), state.budget
     )
@@ -113,7 +131,7 @@ def first_step(model, params, state, token, knobs) -> tuple[KVState, Array]:
 
 
 def _insert_attend_aggregate(
-    model, params, state, token, knobs, *, rescore
+    model, params, state, token, knobs, *, rescore, execution
 ) -> tuple[KVState, Array, Array]:
     """Everything of a step but eviction. Also which rows took it [B], and the logits [B, V]."""
     active = ~state.finished
@@ -128,12 +146,17 @@ def _insert_attend_aggregate(
         slot=slot,
         valid=valid,
         layer_weights=knobs.layer_weights,
-        increment=jnp.zeros_like(scores) if rescore else None,
+        increment=(
+            jnp.zeros((model_devices(execution.mesh), *scores.shape), jnp.float32)
+            if rescore
+            else None
+        ),
+        execution=execution,
     )
     hidden, cache = model.hidden(params, token[:, None], state.next_position[:, None], cache)
     logits = model.logits(params, hidden[:, 0])
     if rescore:
-        aged = aggregation.aggregate(scores, cache.increment, knobs.decay)
+        aged = aggregation.aggregate(scores, cache.increment.sum(axis=0), knobs.decay)
         scores = jnp.where(active[:, None], aged, scores)
     state = dataclasses.replace(
         state,

@@ -9,7 +9,9 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from inertiakv_jax.attention import Execution
 from inertiakv_jax.decode_step import (
+    DEFAULT_EXECUTION,
     first_step,
     later_step,
     refresh_due,
@@ -18,6 +20,7 @@ from inertiakv_jax.decode_step import (
 )
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.sampling import Sampling, sample
+from inertiakv_jax.sharding import check_mesh
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
@@ -38,6 +41,7 @@ def decode(
     stop_tokens: Sequence[int] = (),
     limit: int | Array | None = None,
     donate: bool = True,
+    execution: Execution = DEFAULT_EXECUTION,
 ) -> tuple[KVState, Array]:
     """Decode ``steps`` tokens a row in one ``lax.scan``.
 
@@ -61,6 +65,7 @@ def decode(
         compiles (not for step 1).
       donate: False leaves ``state`` usable (to run several policies from one prefill), at the
         price of a second cache.
+      execution: static: which kernel, over which devices.
 
     Returns:
       state: after the steps.
@@ -76,16 +81,17 @@ def decode(
     first_token = jnp.asarray(first_token, jnp.int32)
     limit = steps if limit is None else limit
     _check_decode(model, state, first_token, policy, steps, limit)
+    check_mesh(execution.mesh, state.valid.shape[0], model.num_kv_heads)
     knobs = policy.knobs(model.num_layers)
     choice = _Choice(sampling, key, jnp.asarray(tuple(stop_tokens), jnp.int32))
     limit = jnp.asarray(limit, jnp.int32)
-    bodies = step_kinds(policy)
+    static = {"bodies": step_kinds(policy), "execution": execution}
     if state.kept_slots is None:
         run = _decode_in_place if donate else _decode_copy
-        return run(
-            model, params, state, first_token, knobs, choice, limit, steps=steps, bodies=bodies
-        )
-    small, tokens = _decode_first(model, params, state, first_token, knobs, choice)
+        return run(model, params, state, first_token, knobs, choice, limit, steps=steps, **static)
+    small, tokens = _decode_first(
+        model, params, state, first_token, knobs, choice, execution=execution
+    )
     if donate:
         _delete_cache(state)
     if steps == 1:
@@ -99,7 +105,7 @@ def decode(
         choice,
         limit - 1,
         steps=steps - 1,
-        bodies=bodies,
+        **static,
     )
     return small, jnp.concatenate([tokens, later], axis=1)
 
@@ -121,10 +127,12 @@ class _Choice:
         return dataclasses.replace(state, finished=state.finished | stopped), emitted
 
 
-def _decode_loop(model, params, state, token, knobs, choice, limit, *, steps, bodies):
+def _decode_loop(model, params, state, token, knobs, choice, limit, *, steps, bodies, execution):
     def take_step(carry, *, rescore):
         state, token, _ = carry
-        state, logits = later_step(model, params, state, token, knobs, rescore=rescore)
+        state, logits = later_step(
+            model, params, state, token, knobs, rescore=rescore, execution=execution
+        )
         state, emitted = choice(state, logits)
         # A finished row's token is never looked at, but must be an id.
         return state, jnp.maximum(emitted, 0), emitted
@@ -146,18 +154,18 @@ def _decode_loop(model, params, state, token, knobs, choice, limit, *, steps, bo
     return state, tokens.T
 
 
-def _decode_first_step(model, params, state, token, knobs, choice):
-    state, logits = first_step(model, params, state, token, knobs)
+def _decode_first_step(model, params, state, token, knobs, choice, *, execution):
+    state, logits = first_step(model, params, state, token, knobs, execution=execution)
     state, emitted = choice(state, logits)
     return state, emitted[:, None]
 
 
 # Module-level jits: one cache of programs for the life of the process. The loop's state is
 # donated, here and nowhere lower, because a step would otherwise copy the whole cache once.
-_STATIC = ("model", "steps", "bodies")
+_STATIC = ("model", "steps", "bodies", "execution")
 _decode_in_place = jax.jit(_decode_loop, static_argnames=_STATIC, donate_argnames="state")
 _decode_copy = jax.jit(_decode_loop, static_argnames=_STATIC)
-_decode_first = jax.jit(_decode_first_step, static_argnames="model")
+_decode_first = jax.jit(_decode_first_step, static_argnames=("model", "execution"))
 
 
 def _delete_cache(state: KVState) -> None:

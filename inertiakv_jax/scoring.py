@@ -8,7 +8,8 @@ def attention(mass: Array, num_heads: int) -> Array:
 
     Args:
       mass: [B, K, S] float32, the probability summed over each kv head's G query heads.
-      num_heads: N, query heads of the layer.
+      num_heads: N, query heads of the layer. Where ``mass`` holds some of its kv heads only, the
+        result is their part of the mean.
 
     Returns:
       [B, S] float32, sums to 1 over the valid slots of a row.

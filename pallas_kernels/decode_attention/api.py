@@ -5,6 +5,8 @@ from jax import Array
 
 from inertiakv_jax.pallas_kernels.decode_attention import ref
 
+IMPLEMENTATIONS = ("xla",)
+
 
 def decode_attention(
     query: Array,
@@ -15,6 +17,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     return_mass: bool = True,
+    implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Attend one query token to the valid slots and return the probability mass of each slot.
 
@@ -35,6 +38,8 @@ def decode_attention(
       scale: multiplier of the logits; None means D ** -0.5.
       soft_cap: above 0; cap(x) = soft_cap * tanh(x / soft_cap), as in Gemma 2. None: cap(x) = x.
       return_mass: False leaves the mass out, for steps that do not score.
+      implementation: one of ``IMPLEMENTATIONS``, which raises where it cannot run; None takes the
+        best for the device that is compiled for, and always works.
 
     Returns:
       output: [B, N, D], dtype of ``query``; 0 for a row without a valid slot.
@@ -60,6 +65,8 @@ def decode_attention(
         scale = query.shape[-1] ** -0.5
     if soft_cap is not None and not soft_cap > 0.0:
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     return ref.decode_attention(
         query, keys, values, valid, scale=scale, soft_cap=soft_cap, return_mass=return_mass
     )
