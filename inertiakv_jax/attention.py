@@ -10,7 +10,10 @@ from jax.sharding import Mesh
 
 from inertiakv_jax import scoring
 from inertiakv_jax.numerics import MASK_VALUE
-from inertiakv_jax.pallas_kernels.decode_attention.api import IMPLEMENTATIONS, decode_attention
+from inertiakv_jax.pallas_kernels.decode_attention.api import (
+    check_implementation,
+    decode_attention,
+)
 from inertiakv_jax.sharding import CACHE, PARTIAL_SCORES, ROW, SLOTS, TOKEN_HEADS
 
 
@@ -29,11 +32,7 @@ class Execution:
     mesh: Mesh | None = None
 
     def __post_init__(self):
-        if self.implementation not in (None, *IMPLEMENTATIONS):
-            raise ValueError(
-                f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
-                f"got {self.implementation!r}"
-            )
+        check_implementation(self.implementation)
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +77,7 @@ class DecodeCache:
         )
         increment = self.increment
         if increment is not None:
-            increment = increment + self.layer_weights[layer] * score
+            increment = increment + self.layer_weights[layer] * score  # pyright: ignore[reportOperatorIssue]
         cache = dataclasses.replace(
             self,
             keys=_replace_at(self.keys, layer, keys),

@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from inertiakv_jax import aggregation, eviction
 from inertiakv_jax.attention import DecodeCache, Execution
@@ -14,8 +15,6 @@ from inertiakv_jax.policies import Knobs, Policy
 from inertiakv_jax.sharding import model_devices
 from inertiakv_jax.state import FREE_POSITION, KVState
 from inertiakv_jax.typing import Model, Params
-
-DEFAULT_EXECUTION = Execution()
 
 _Carry = TypeVar("_Carry")
 
@@ -27,7 +26,8 @@ def step(
     token: Array,
     policy: Policy,
     *,
-    execution: Execution = DEFAULT_EXECUTION,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[KVState, Array]:
     """Take one decode step. Pure and traceable: for your own ``jit`` or ``scan``.
 
@@ -43,7 +43,8 @@ def step(
       token: [B] int32, the token to insert, at each row's ``next_position``. A row without a free
         slot (only where nothing is evicted) drops it.
       policy: static, the one given to ``prefill``.
-      execution: static: which kernel, over which devices.
+      implementation: static, of the attention kernel; see ``decode``.
+      mesh: static, the devices; see ``decode``.
 
     Returns:
       The new state, and logits [B, V] float32 for the token after. A finished row's state comes
@@ -51,6 +52,7 @@ def step(
 
     Source: arXiv 2609.03515 sections 3.1, 3.2, appendix E.
     """
+    execution = Execution(implementation, mesh)
     knobs = policy.knobs(model.num_layers)
     if state.kept_slots is not None:
         return first_step(model, params, state, token, knobs, execution=execution)

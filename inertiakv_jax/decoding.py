@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from inertiakv_jax.attention import Execution
 from inertiakv_jax.decode_step import (
-    DEFAULT_EXECUTION,
     first_step,
     later_step,
     refresh_due,
@@ -41,7 +41,8 @@ def decode(
     stop_tokens: Sequence[int] = (),
     limit: int | Array | None = None,
     donate: bool = True,
-    execution: Execution = DEFAULT_EXECUTION,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[KVState, Array]:
     """Decode ``steps`` tokens a row in one ``lax.scan``.
 
@@ -65,7 +66,10 @@ def decode(
         compiles (not for step 1).
       donate: False leaves ``state`` usable (to run several policies from one prefill), at the
         price of a second cache.
-      execution: static: which kernel, over which devices.
+      implementation: static, of the attention kernel: "xla", "tpu" or "gpu", which raises where it
+        cannot run; None takes the best for the device.
+      mesh: static, with axes "data" and "model" that divide B and K: devices over which the state's
+        rows and kv heads lie. None for one device.
 
     Returns:
       state: after the steps.
@@ -81,7 +85,8 @@ def decode(
     first_token = jnp.asarray(first_token, jnp.int32)
     limit = steps if limit is None else limit
     _check_decode(model, state, first_token, policy, steps, limit)
-    check_mesh(execution.mesh, state.valid.shape[0], model.num_kv_heads)
+    execution = Execution(implementation, mesh)
+    check_mesh(mesh, state.valid.shape[0], model.num_kv_heads)
     knobs = policy.knobs(model.num_layers)
     choice = _Choice(sampling, key, jnp.asarray(tuple(stop_tokens), jnp.int32))
     limit = jnp.asarray(limit, jnp.int32)

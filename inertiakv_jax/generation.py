@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from inertiakv_jax import policies
+from inertiakv_jax.attention import check_implementation
 from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
@@ -112,6 +113,7 @@ def stream(
     stop: Sequence[str] = (),
     stop_at_eos: bool = True,
     answer_prefix: str = "",
+    implementation: str | None = None,
 ) -> Generator[list[str], None, GenerationOutput]:
     """Continue a batch of prompts, yielding text as it is decoded.
 
@@ -126,6 +128,7 @@ def stream(
       stop: strings that end a row; not part of its text.
       stop_at_eos: whether the model's end tokens end a row.
       answer_prefix: text the answer is made to begin with; appended to every prompt.
+      implementation: of the attention kernel; see ``decode``.
 
     Returns:
       A generator that yields the new text of each row since the last time, possibly "", and
@@ -151,6 +154,7 @@ def stream(
         sampling=sampling,
         key=None if sampling is None else jax.random.key(seed),
         stop_tokens=tuple(lm.eos_token_ids) if stop_at_eos else (),
+        implementation=check_implementation(implementation),
         rows=[RowText(lm.tokenizer, stop) for _ in ids],
     )
     return run.stream(padded, lengths, max_new_tokens)
@@ -165,6 +169,7 @@ class _Run:
     sampling: Sampling | None
     key: Array | None
     stop_tokens: tuple[int, ...]
+    implementation: str | None
     rows: list[RowText]
 
     def stream(
@@ -221,6 +226,7 @@ class _Run:
             sampling=self.sampling,
             key=self.key,
             stop_tokens=self.stop_tokens,
+            implementation=self.implementation,
         )
 
     def _push(self, columns: np.ndarray) -> list[str]:

@@ -65,11 +65,20 @@ def decode_attention(
         scale = query.shape[-1] ** -0.5
     if soft_cap is not None and not soft_cap > 0.0:
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    check_implementation(implementation)
     return ref.decode_attention(
         query, keys, values, valid, scale=scale, soft_cap=soft_cap, return_mass=return_mass
     )
+
+
+def check_implementation(implementation: str | None) -> str | None:
+    """The argument, if it is None or one of ``IMPLEMENTATIONS``; ValueError otherwise."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
+            f"got {implementation!r}"
+        )
+    return implementation
 
 
 def _check(query: Array, keys: Array, values: Array, valid: Array) -> None:
