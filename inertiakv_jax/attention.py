@@ -76,8 +76,8 @@ class DecodeCache:
             query, key, value, self.keys[layer], self.values[layer], self.slot, self.valid
         )
         increment = self.increment
-        if increment is not None:
-            increment = increment + self.layer_weights[layer] * score  # pyright: ignore[reportOperatorIssue]
+        if increment is not None and score is not None:
+            increment = increment + self.layer_weights[layer] * score
         cache = dataclasses.replace(
             self,
             keys=_replace_at(self.keys, layer, keys),
