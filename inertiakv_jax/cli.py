@@ -37,6 +37,12 @@ Command = (
     | Annotated[bench.Bench, tyro.conf.subcommand("bench", description=bench.DESCRIPTION)]
 )
 
+STYLE = (
+    tyro.conf.FlagCreatePairsOff,  # --raw, and no --no-raw
+    tyro.conf.DisallowNone,
+    tyro.conf.PositionalMetavarFromFieldName,
+)
+
 
 def main() -> None:
     """Run the process's own arguments, keep compiled programs for the next time, and exit."""
@@ -65,11 +71,7 @@ def run(arguments: Sequence[str], *, keep_programs: bool = False) -> int:
         prog="inertiakv",
         description=DESCRIPTION,
         args=arguments,
-        config=(
-            tyro.conf.FlagCreatePairsOff,
-            tyro.conf.DisallowNone,
-            tyro.conf.PositionalMetavarFromFieldName,
-        ),
+        config=STYLE,
     )
     try:
         if keep_programs:

@@ -172,6 +172,11 @@ def is_right(answer: str, number: str) -> bool:
     return found is not None and found[0] == number
 
 
+def one_line(text: str) -> str:
+    """The text without line breaks, and without what would move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
 def _step(lm: LanguageModel, policy: Policy, state: KVState, token: Array) -> tuple[KVState, Array]:
     """One step, by the program that takes ``CHUNK_STEPS``: so that timing compiles nothing."""
     steps = CHUNK_STEPS if state.kept_slots is None else 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inertiakv_jax.demo import Answer, Question
+from inertiakv_jax.demo import Answer, Question, one_line
 
 # Okabe and Ito's colours: told apart by readers with any colour vision, and by their lightness.
 TO_COME = "#ffffff"
@@ -135,5 +135,4 @@ def _shortened(text: str, limit: int = 40) -> str:
 
 def _drawable(text: str) -> str:
     """One line of what matplotlib's own font has; a question mark for the rest."""
-    line = " ".join(text.split()).encode("latin-1", "replace").decode("latin-1")
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return one_line(text).encode("latin-1", "replace").decode("latin-1")

@@ -116,6 +116,7 @@ TOPICS = ("thimble", "compass", "walnut", "violet", "saddle", "trumpet", "marble
 """Words that a number may belong to; none is used elsewhere in the text."""
 
 SENTENCES_A_PARAGRAPH = (5, 8)
+TRIES = 10  # for a sentence that has not been there yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,21 +182,32 @@ def planted_text(num_tokens: int, seed: int, count_tokens: Callable[[str], int])
 
 def sentences(rng: random.Random) -> Iterator[str]:
     """Yield sentences without end, each with the space or blank line before it."""
+    seen = set()
     while True:
-        name, job, she = rng.choice(PEOPLE)
-        others = [person for person, _, _ in PEOPLE if person != name]
+        person = rng.choice(PEOPLE)
         middles = rng.sample(MIDDLES, rng.randint(*SENTENCES_A_PARAGRAPH) - 2)
         templates = [rng.choice(OPENINGS), *middles, rng.choice(CLOSINGS)]
         for index, template in enumerate(templates):
-            yield ("\n\n" if index == 0 else " ") + template.format(
-                name=name,
-                job=job,
-                she=she,
-                She=she.capitalize(),
-                other=rng.choice(others),
-                day=rng.choice(DAYS),
-                place=rng.choice(PLACES),
-                thing=rng.choice(THINGS),
-                weather=rng.choice(WEATHER),
-                subject=rng.choice(SUBJECTS),
-            )
+            sentence = _filled(template, person, rng)
+            for _ in range(TRIES):
+                if sentence not in seen:
+                    break
+                sentence = _filled(template, person, rng)
+            seen.add(sentence)
+            yield ("\n\n" if index == 0 else " ") + sentence
+
+
+def _filled(template: str, person: tuple[str, str, str], rng: random.Random) -> str:
+    name, job, she = person
+    return template.format(
+        name=name,
+        job=job,
+        she=she,
+        She=she.capitalize(),
+        other=rng.choice([other for other, _, _ in PEOPLE if other != name]),
+        day=rng.choice(DAYS),
+        place=rng.choice(PLACES),
+        thing=rng.choice(THINGS),
+        weather=rng.choice(WEATHER),
+        subject=rng.choice(SUBJECTS),
+    )

@@ -18,7 +18,7 @@ from inertiakv_jax.commands.terminal import (
 )
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
-    from inertiakv_jax.demo import Answer, Question
+    from inertiakv_jax.demo import Answer
 
 DESCRIPTION = """Ask for a number hidden in a long text, with the full cache and with a tenth of it.
 
@@ -70,15 +70,18 @@ class Demo:
         ]
         with progress(log) as say:
             answers = demo.compare(lm, question, contestants, say)
-        output_console().print(answer_table(answers, question))
         name = Path(self.model).name
         title = f"Tokens that each policy keeps while {name} answers, {RATIO:.0%} evicted"
         write_file(self.output, demo_figure.draw(question, answers, title))
-        output_console().print(f"\nWhich tokens each policy kept: {self.output}", soft_wrap=True)
+        out = output_console()
+        out.print(answer_table(answers))
+        out.print(f"\nWhich tokens each policy kept: {self.output}", soft_wrap=True)
 
 
-def answer_table(answers: Sequence["Answer"], question: "Question") -> Table:
+def answer_table(answers: Sequence["Answer"]) -> Table:
     """One row a policy: answer, right or wrong, tokens kept, KV MiB, decode tokens/s."""
+    from inertiakv_jax import demo
+
     table = plain_table(header_style="bold")
     table.add_column("policy")
     table.add_column("answer", no_wrap=True, overflow="ellipsis", max_width=24)
@@ -88,7 +91,7 @@ def answer_table(answers: Sequence["Answer"], question: "Question") -> Table:
     for answer in answers:
         table.add_row(
             answer.policy.name,
-            " ".join(answer.text.split()) or "(nothing)",
+            demo.one_line(answer.text) or "(nothing)",
             Text("right", "green") if answer.right else Text("wrong", "red"),
             f"{answer.kept_tokens:,}",
             f"{answer.kv_bytes / 2**20:.1f}",

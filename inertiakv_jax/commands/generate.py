@@ -89,7 +89,7 @@ class Generate:
         output = self._generate(lm, text, policy, sampling)
         if self.json:
             result = summary(output, lm, policy)
-            sys.stdout.write(json.dumps(result, ensure_ascii=False, indent=2) + "\n")
+            sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
         else:
             if not self.stream:
                 sys.stdout.write(output.texts[0])
