@@ -94,12 +94,12 @@ def run(arguments: Sequence[str], *, keep_programs: bool = False) -> int:
 
 def _keep_programs() -> None:
     """Let jax keep compiled programs on disk, unless the user has told it where or not to."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
     import jax
 
     from inertiakv_jax.weights.wheel_files import cache_folder
 
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
     folder = cache_folder() / "programs"
     with contextlib.suppress(OSError):  # a home that cannot be written to: compile every time
         folder.mkdir(parents=True, exist_ok=True)

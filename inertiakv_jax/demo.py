@@ -49,7 +49,7 @@ class Answer:
       policy: the policy.
       text: the answer, up to the model's end token.
       right: whether the first number in it is the one asked for.
-      steps: decode steps that the answer took, end token included.
+      steps: decode steps until the end token was chosen; STEPS if it was not.
       kept_tokens: tokens in the cache after the last step watched.
       kv_bytes: bytes of the cache's buffers then.
       held: [STEPS + 1, T + STEPS] bool; row t: which positions are in the cache after decode
@@ -158,7 +158,7 @@ def watch(lm: LanguageModel, question: Question, policy: Policy) -> tuple[Answer
         policy=policy,
         text=text,
         right=is_right(text, question.number),
-        steps=min(taken + 1, STEPS),
+        steps=min(taken, STEPS),
         kept_tokens=int(state.num_held[0]),
         kv_bytes=state.kv_bytes(),
         held=held,

@@ -71,7 +71,9 @@ class Demo:
         with progress(log) as say:
             answers = demo.compare(lm, question, contestants, say)
         name = Path(self.model).name
-        title = f"Tokens that each policy keeps while {name} answers, {RATIO:.0%} evicted"
+        title = (
+            f"Tokens that each policy keeps while {name} answers: all, or {1 - RATIO:.0%} of them"
+        )
         write_file(self.output, demo_figure.draw(question, answers, title))
         out = output_console()
         out.print(answer_table(answers))

@@ -71,13 +71,18 @@ def test_watching_the_full_cache(lm, question):
 
 
 def test_watched_answer_is_the_one_that_generate_gives(lm, question):
-    prompt = [np.asarray(question.token_ids)]
     policy = ikv.policies.lazy(4, 0.9)
-    answer, _, _ = demo.watch(lm, question, policy)
-    out = ikv.generate(lm, prompt, policy=policy, max_new_tokens=STEPS + 1)
-    ended = out.tokens[0][-1] in lm.eos_token_ids
-    assert answer.text == out.texts[0].strip()
-    assert answer.steps == min(len(out.tokens[0]), STEPS) if ended else STEPS
+    options = {"policy": policy, "max_new_tokens": STEPS + 1, "stop_at_eos": False}
+    (tokens,) = ikv.generate(lm, [question.token_ids], **options).tokens
+    end = next(i for i in range(5, STEPS) if tokens[i] not in tokens[:i])
+    answer, _, _ = demo.watch(
+        dataclasses.replace(lm, eos_token_ids=(tokens[end],)), question, policy
+    )
+    assert answer.steps == end
+    assert answer.text == lm.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
+    answer, _, _ = demo.watch(dataclasses.replace(lm, eos_token_ids=()), question, policy)
+    assert answer.steps == STEPS
+    assert answer.text == lm.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize(
