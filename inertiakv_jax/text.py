@@ -72,15 +72,31 @@ class RowText:
         """
         if not self.done:
             self.tokens.extend(tokens)
-            self.text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-            found = [place for s in self._stop if (place := self.text.find(s)) >= 0]
-            if found:
-                self.text = self.text[: min(found)]
-                self.done = True
+            self.text = self._decoded()
+            if any(s in self.text for s in self._stop):
+                self._end_at_stop(len(tokens))
         certain = len(self.text) if end or self.done else self._certain_length()
         new = self.text[self._shown : certain]
         self._shown = max(self._shown, certain)
         return new
+
+    def _end_at_stop(self, new: int) -> None:
+        """Cut text and tokens where the first of the new tokens completes a stop string.
+
+        What follows depends on how many tokens came at once, and is none of the answer.
+        """
+        tokens = self.tokens
+        for count in range(len(tokens) - new + 1, len(tokens) + 1):
+            self.tokens = tokens[:count]
+            self.text = self._decoded()
+            found = [place for s in self._stop if (place := self.text.find(s)) >= 0]
+            if found:
+                self.text = self.text[: min(found)]
+                self.done = True
+                return
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self.tokens, skip_special_tokens=True)
 
     def _certain_length(self) -> int:
         text = self.text.rstrip("\ufffd")  # what the tokenizer shows for an incomplete character
