@@ -27,7 +27,7 @@ SHAPES = [
 # Half precision takes the same path, so it gets the awkward shapes alone.
 CASES = [(shape, "float32") for shape in SHAPES]
 CASES += [(shape, dtype) for shape in (SHAPES[0], SHAPES[1], SHAPES[4]) for dtype in HALF]
-attend = jax.jit(decode_attention)
+attend = jax.jit(decode_attention, static_argnames=("soft_cap", "return_mass", "implementation"))
 
 
 def random_inputs(shape, dtype, seed=0):
@@ -55,7 +55,7 @@ def random_valid(shape, kind, seed=0):
     return valid
 
 
-def reference(query, keys, values, valid, scale=None):
+def reference(query, keys, values, valid, scale=None, soft_cap=None):
     """The same in float64 loops over heads, from inputs as rounded as they are."""
     query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
     batch, num_heads, head_dim = query.shape
@@ -71,6 +71,8 @@ def reference(query, keys, values, valid, scale=None):
             if held.size == 0:
                 continue
             logits = keys[b, k, held] @ query[b, n] * (scale or head_dim**-0.5)
+            if soft_cap is not None:
+                logits = soft_cap * np.tanh(logits / soft_cap)
             p = np.exp(logits - logits.max())
             p /= p.sum()
             output[b, n] = p @ values[b, k, held]
@@ -154,6 +156,25 @@ def test_scale_argument():
     check(random_inputs(shape, "float32"), random_valid(shape, "half"), "float32", scale=1.5)
 
 
+def test_soft_cap():
+    shape = (2, 4, 2, 5, 8)
+    inputs, valid = random_inputs(shape, "float32"), random_valid(shape, "half")
+    check(inputs, valid, "float32", scale=3.0, soft_cap=2.0)
+    query = jnp.asarray([[[1e4, 0.0]]])
+    keys = jnp.asarray([[[[1.0, 0.0], [-1.0, 0.0]]]])  # logits that end at 0.5 and -0.5
+    _, mass = attend(query, keys, keys, jnp.ones((1, 2), bool), soft_cap=0.5)
+    np.testing.assert_allclose(mass[0, 0], [0.7310586, 0.2689414], atol=1e-6)
+
+
+def test_without_the_mass():
+    shape = (2, 4, 2, 5, 8)
+    inputs, valid = random_inputs(shape, "float32"), random_valid(shape, "half")
+    expected, _ = attend(*inputs, jnp.asarray(valid))
+    output, mass = attend(*inputs, jnp.asarray(valid), return_mass=False)
+    assert mass is None
+    np.testing.assert_array_equal(output, expected)
+
+
 @pytest.mark.parametrize("dtype", OUTPUT_TOLERANCE)
 @pytest.mark.parametrize("kind", ["one", "half", "empty_row", "per_head"])
 def test_dead_slots_may_hold_anything(kind, dtype):
@@ -230,3 +251,20 @@ def test_errors_name_the_shapes():
         attend(query, keys, keys, valid[:, :4])
     with pytest.raises(ValueError, match=r"valid must be bool .* got float32 \(2, 5\)"):
         attend(query, keys, keys, valid.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, -1.0, float("nan")])
+def test_bad_soft_cap(soft_cap):
+    keys = jnp.ones((2, 2, 5, 8))
+    with pytest.raises(ValueError, match=f"soft_cap must be above 0, got {soft_cap}"):
+        attend(jnp.ones((2, 4, 8)), keys, keys, jnp.ones((2, 5), bool), soft_cap=soft_cap)
+
+
+def test_implementations_by_name():
+    shape = (2, 4, 2, 5, 8)
+    inputs, valid = random_inputs(shape, "float32"), random_valid(shape, "half")
+    expected, _ = attend(*inputs, jnp.asarray(valid))
+    output, _ = attend(*inputs, jnp.asarray(valid), implementation="xla")
+    np.testing.assert_array_equal(output, expected)
+    with pytest.raises(ValueError, match=r"implementation must be None or one of xla.*'cuda'"):
+        attend(*inputs, jnp.asarray(valid), implementation="cuda")
