@@ -169,7 +169,7 @@ def print_report(measured: dict[str, Any]) -> None:
     settings, device, shape = measured["settings"], measured["device"], measured["shape"]
     versions = ", ".join(f"{name} {v}" for name, v in measured["versions"].items() if v)
     out.print(
-        f"\nMedians (least - most) of {settings['repeats']} rounds in turns. "
+        f"\nMedians (least-most) of {settings['repeats']} rounds in turns. "
         f"{measured['model']}, {settings['dtype']}: {shape['layers']} layers, "
         f"{shape['heads']} query and {shape['kv_heads']} key-value heads of {shape['head_dim']}. "
         f"Batch 1, a prompt of {settings['prompt_tokens']:,} tokens, step 1 by itself, then "
@@ -189,9 +189,9 @@ def print_report(measured: dict[str, Any]) -> None:
 def time_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Times, and what the cache holds at the end: one row a contestant."""
     table = plain_table(header_style="bold")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for heading in ("prefill s", "step 1 ms", "decode ms/token", "kept", "KV MiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             row["name"],
@@ -206,7 +206,8 @@ def time_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def speedup_table(rows: Sequence[dict[str, Any]]) -> Table:
     """How many times as fast as each reference: one row a contestant."""
-    references = list(dict.fromkeys(name for row in rows for name in row["speedup_over"]))
+    names = [row["name"] for row in rows]
+    references = [name for name in REFERENCES if name in names]
     table = plain_table(header_style="bold")
     table.add_column("times as fast as")
     for name in references:
@@ -227,4 +228,4 @@ def speedup_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _range(values: dict[str, Any], digits: int) -> str:
     low, high = values["min"], values["max"]
-    return f"{values['median']:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+    return f"{values['median']:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -151,19 +151,26 @@ def test_bench_writes_what_it_measured(inertiakv, tiny_model, tmp_path):
     first_table = done.out.split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in first_table[1:]] == list(rows)
     assert "Batch 1, a prompt of 100 tokens" in done.out
+    second_table = done.out.split("\n\n")[1].splitlines()
+    assert [line.split()[0] for line in second_table[2:]] == list(rows)
+    assert second_table[2].split() == ["full", "-", "-"]
+    ratio = rows["lazy4"]["speedup_over"]["full"]
+    assert second_table[4].split() == [
+        *("lazy4", f"{ratio['prefill']:.2f}", f"{ratio['decode']:.2f}")
+    ]
     assert "float32" in done.out
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_peers_that_are_not_installed_are_left_out_with_a_word(inertiakv, tiny_model, monkeypatch):
-    find = importlib.util.find_spec
+    gone, find = ("torch", "kvpress"), importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "kvpress" else find(name)
+        importlib.util, "find_spec", lambda name: None if name in gone else find(name)
     )
     sizes = ["--prompt-tokens", 40, "--new-tokens", 2, "--repeats", 1, "--policies", "full"]
     done = inertiakv("bench", "--model", tiny_model, *sizes, "--peer", "kvpress")
     assert done.code == 0
-    assert "kvpress left out: kvpress not installed (extra 'peers')" in done.out
+    assert "kvpress left out: torch and kvpress not installed (extra 'peers')" in done.out
 
 
 def test_peers_run_on_the_cpu_only(monkeypatch):
