@@ -1,11 +1,15 @@
 """Decode attention that also tells where the attention went."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from inertiakv_jax.pallas_kernels.decode_attention import ref
 
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("xla", "tpu")
+"""Names for ``implementation``: what XLA makes of ``ref``, and the Pallas kernels."""
 
 
 def decode_attention(
@@ -66,9 +70,27 @@ def decode_attention(
     if soft_cap is not None and not soft_cap > 0.0:
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
     check_implementation(implementation)
-    return ref.decode_attention(
-        query, keys, values, valid, scale=scale, soft_cap=soft_cap, return_mass=return_mass
+    options = {"scale": scale, "soft_cap": soft_cap, "return_mass": return_mass}
+    operands = (query, keys, values, valid)
+    if implementation is not None:
+        return _RUN[implementation](*operands, **options)
+    # By the platform of the program, not of this process: it may be compiled ahead of time.
+    return jax.lax.platform_dependent(
+        *operands,
+        tpu=functools.partial(_tpu, **options),
+        default=functools.partial(ref.decode_attention, **options),
     )
+
+
+# jit, so that the layers of a model share one trace, also on platforms that then drop it.
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "return_mass"))
+def _tpu(query, keys, values, valid, **options):
+    from inertiakv_jax.pallas_kernels.decode_attention import tpu
+
+    return tpu.decode_attention(query, keys, values, valid, **options)
+
+
+_RUN = {"xla": ref.decode_attention, "tpu": _tpu}
 
 
 def check_implementation(implementation: str | None) -> str | None:

@@ -1,0 +1,83 @@
+"""The whole decode loop of Llama-3.1-8B on eight devices, for ``compile_ahead``."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import inertiakv_jax as ikv
+from inertiakv_jax import decoding, state
+from inertiakv_jax.attention import Execution
+from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.decode_step import step_kinds
+from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.sharding import CACHE, MODEL, ROW, SLOTS
+
+STEPS = 8
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output features
+ROWS = ("o_proj", "down_proj")  # split by input features
+
+
+def llama_8b(layers: int) -> DecoderModel:
+    """Llama-3.1-8B's shapes with fewer layers: each compiles to the same program."""
+    config = ModelConfig(
+        "llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=500000.0,
+        max_position_embeddings=131072,
+    )
+    return DecoderModel(config, "bfloat16")
+
+
+def decode_loop(mesh, *, policy, layers, batch, slots, implementation):
+    """``STEPS`` steps in place over a cache of ``slots``."""
+    model = llama_8b(layers)
+    chosen = ikv.policies.by_name(policy)
+    execution = Execution(implementation, mesh)
+
+    def loop(params, kv, token, knobs, limit):
+        choice = decoding._Choice(None, None, jnp.zeros((0,), jnp.int32))
+        return decoding._decode_loop(
+            model,
+            params,
+            kv,
+            token,
+            knobs,
+            choice,
+            limit,
+            steps=STEPS,
+            bodies=step_kinds(chosen),
+            execution=execution,
+        )
+
+    def placed(leaf, spec=None):
+        sharding = NamedSharding(mesh, P() if spec is None else spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: placed(leaf, _parameter_spec(jax.tree_util.keystr(path))),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    kv = jax.eval_shape(
+        lambda: state.init(model, batch, slots, budget=jnp.full((batch,), slots - 1))
+    )
+    by_rank = {0: P(), 1: ROW, 2: SLOTS, 4: CACHE}
+    kv = jax.tree.map(lambda leaf: placed(leaf, by_rank[leaf.ndim]), kv)
+    knobs = jax.tree.map(placed, jax.eval_shape(lambda: chosen.knobs(layers)))
+    token = placed(jax.ShapeDtypeStruct((batch,), jnp.int32), ROW)
+    limit = placed(jax.ShapeDtypeStruct((), jnp.int32))
+    return loop, (params, kv, token, knobs, limit), (1,)
+
+
+def _parameter_spec(path: str) -> P:
+    if any(name in path for name in COLUMNS):
+        return P(None, MODEL)
+    if any(name in path for name in ROWS):
+        return P(MODEL, None)
+    return P()
