@@ -1,0 +1,75 @@
+"""Programs with TPU kernels, for ``compile_ahead``."""
+
+import jax
+import jax.numpy as jnp
+
+from inertiakv_jax.pallas_kernels.decode_attention import tpu
+
+Struct = jax.ShapeDtypeStruct
+
+
+def _attend(query, keys, values, valid, soft_cap, return_mass):
+    return tpu.decode_attention(
+        query,
+        keys,
+        values,
+        valid,
+        scale=keys.shape[-1] ** -0.5,
+        soft_cap=soft_cap,
+        return_mass=return_mass,
+    )
+
+
+def _arrays(heads, batch, slots, dtype, valid_per_head):
+    num_heads, num_kv_heads, head_dim = heads
+    kv = Struct((batch, num_kv_heads, slots, head_dim), dtype)
+    valid = (batch, num_kv_heads, slots) if valid_per_head else (batch, slots)
+    return Struct((batch, num_heads, head_dim), dtype), kv, kv, Struct(valid, jnp.bool_)
+
+
+def decode_attention(
+    mesh,
+    *,
+    heads,
+    batch,
+    slots,
+    dtype="bfloat16",
+    valid_per_head=False,
+    soft_cap=None,
+    return_mass=True,
+):
+    """One call; ``heads`` is N, K, D."""
+    del mesh
+
+    def attend(query, keys, values, valid):
+        return _attend(query, keys, values, valid, soft_cap, return_mass)
+
+    return attend, _arrays(heads, batch, slots, dtype, valid_per_head)
+
+
+def decode_loop(mesh, *, heads, batch, slots, dtype="bfloat16"):
+    """Eight steps that each write a token into the donated cache and attend to it."""
+    del mesh
+    query, kv, _, valid = _arrays(heads, batch, slots, dtype, False)
+    num_kv_heads = kv.shape[1]
+
+    def write(cache, token, slot):
+        # Row by row: XLA copies a cache with S last into another layout for a scatter.
+        for row in range(batch):
+            at = (row, 0, slot[row], 0)
+            cache = jax.lax.dynamic_update_slice(cache, token[row][None, :, None], at)
+        return cache
+
+    def loop(query, keys, values, valid, slot):
+        def step(carry, _):
+            query, keys, values, scores, slot = carry
+            token = query[:, :num_kv_heads]
+            keys, values = write(keys, token, slot), write(values, token, slot)
+            query, mass = _attend(query, keys, values, valid, None, True)
+            return (query, keys, values, scores + mass.sum(1), slot + 1), None
+
+        scores = jnp.zeros((batch, slots), jnp.float32)
+        carry, _ = jax.lax.scan(step, (query, keys, values, scores, slot), None, length=8)
+        return carry
+
+    return loop, (query, kv, kv, valid, Struct((batch,), jnp.int32)), (1, 2)
