@@ -1,5 +1,6 @@
 """Read the prompt into a full KV cache, chunk by chunk; nothing is scored or evicted here."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,7 +31,8 @@ def prefill(
     """Run the prompts through the model and keep every key and value.
 
     Memory grows linearly with T: chunks of the prompt attend to blocks of keys, and no T x T
-    array exists. Programs are shared by prompts of one capacity bucket, whatever their lengths.
+    array exists. Programs are shared by prompts of one capacity bucket, whatever their lengths,
+    and by all policies.
 
     Args:
       model: the decoder.
@@ -61,7 +63,9 @@ def prefill(
     chunk = CHUNK if slots % CHUNK == 0 else 64
     padded = np.zeros((len(lengths), slots), np.int32)
     padded[:, :longest] = tokens[:, :longest]
-    return _prefill(model, params, padded, lengths, budgets, kept_slots=kept_slots, chunk=chunk)
+    state, logits = _prefill(model, params, padded, lengths, budgets, chunk=chunk)
+    # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
+    return dataclasses.replace(state, kept_slots=kept_slots), logits
 
 
 def _checked_prompts(model, tokens, lengths, max_new_tokens) -> tuple[np.ndarray, np.ndarray]:
@@ -119,10 +123,10 @@ def _full_slots(tokens: int) -> int:
 
 
 # A module-level jit: one cache of programs for the life of the process.
-@functools.partial(jax.jit, static_argnames=("model", "kept_slots", "chunk"))
-def _prefill(model, params, tokens, lengths, budgets, *, kept_slots, chunk):
+@functools.partial(jax.jit, static_argnames=("model", "chunk"))
+def _prefill(model, params, tokens, lengths, budgets, *, chunk):
     batch, slots = tokens.shape
-    empty = kv_state.init(model, batch, slots, budget=budgets, kept_slots=kept_slots)
+    empty = kv_state.init(model, batch, slots, budget=budgets)
 
     def read_chunk(index, carry):
         keys, values, last_hidden = carry
@@ -167,6 +171,5 @@ def _prefill(model, params, tokens, lengths, budgets, *, kept_slots, chunk):
         finished=empty.finished,
         finite=jnp.isfinite(logits).all(axis=-1),
         step=empty.step,
-        kept_slots=kept_slots,
     )
     return state, logits

@@ -49,6 +49,18 @@ def test_another_prompt_of_the_bucket_compiles_nothing(name):
     assert names == []
 
 
+def test_policies_share_the_prefill():
+    prefilled(POLICIES["full"])
+    with compiled_programs() as names:
+        states = [prefilled(policies.inertiakv(ratio))[0] for ratio in (0.9, 0.6, 0.3)]
+    assert names == []
+    assert [(state.num_slots, state.kept_slots) for state in states] == [
+        (192, 64),
+        (192, 128),
+        (192, 128),
+    ]
+
+
 def test_numbers_of_a_policy_compile_nothing():
     run(policies.lazy(4, 0.9))
     with compiled_programs() as names:
