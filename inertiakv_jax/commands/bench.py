@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, UseAppendAction, arg, subcommand
 
+from inertiakv_jax.commands import bench_kernels
 from inertiakv_jax.commands.terminal import check_output, console, progress, write_file
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
@@ -20,7 +21,22 @@ CPU with the same weights, dtype and number of threads; they need the extra 'pee
 
 Example:
   inertiakv bench --peer transformers --peer kvpress --json bench.json
+  inertiakv bench kernels
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Policies:
+    """The measurement without a name, whose options are those of ``Bench``."""
+
+
+What = (
+    Annotated[Policies, subcommand("policies", description="What --policies and --peer name.")]
+    | Annotated[
+        bench_kernels.BenchKernels,
+        subcommand("kernels", description=bench_kernels.DESCRIPTION),
+    ]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +61,18 @@ class Bench:
     """Also time transformers with its full cache, or kvpress with TOVA at every step."""
     json: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Also write everything measured to this file."""
+    what: Annotated[What, OmitArgPrefixes, OmitSubcommandPrefixes] = Policies()
 
     def run(self) -> None:
         """Measure, print a table, write the JSON."""
+        if isinstance(self.what, Policies):
+            self._run_policies()
+        elif dataclasses.replace(self, what=Policies()) != Bench():
+            raise ValueError("options of `bench kernels` come after the word kernels")
+        else:
+            self.what.run()
+
+    def _run_policies(self) -> None:
         self._check()
         log = console()
         log.print(f"Loading {self.model}")

@@ -52,8 +52,8 @@ def report(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "model": lm.name,
         "shape": _shape(lm.config),
-        "device": _device(),
-        "versions": _versions(),
+        "device": device_facts(),
+        "versions": library_versions(),
         "settings": settings,
         "results": rows,
         "skipped": skipped,
@@ -62,12 +62,12 @@ def report(
 
 def _row(contestant: Contestant, runs: Sequence[Run]) -> dict[str, Any]:
     steps = len(runs[0].tokens) - 2  # the prefill's token and step 1's are timed apart
-    decode_ms = _spread([run.decode_s * 1000 / steps for run in runs])
+    decode_ms = spread([run.decode_s * 1000 / steps for run in runs])
     return {
         "name": contestant.name,
         "library": contestant.library,
-        "prefill_s": _spread([run.prefill_s for run in runs]),
-        "first_step_ms": _spread([run.first_step_s * 1000 for run in runs]),
+        "prefill_s": spread([run.prefill_s for run in runs]),
+        "first_step_ms": spread([run.first_step_s * 1000 for run in runs]),
         "decode_ms_per_token": decode_ms,
         "decode_tokens_per_s": 1000 / decode_ms["median"],
         "held_tokens": runs[0].held_tokens,
@@ -76,7 +76,8 @@ def _row(contestant: Contestant, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _spread(values: list[float]) -> dict[str, Any]:
+def spread(values: list[float]) -> dict[str, Any]:
+    """Median, least, most and all of the values, ready for JSON."""
     median = statistics.median(values)
     return {"median": median, "min": min(values), "max": max(values), "all": values}
 
@@ -110,7 +111,8 @@ def _shape(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _device() -> dict[str, Any]:
+def device_facts() -> dict[str, Any]:
+    """The default device and the machine around it, ready for JSON."""
     (first, *_) = jax.devices()
     return {
         "platform": first.platform,
@@ -147,7 +149,8 @@ def busy_cpus(seconds: float = 1.0) -> float | None:
     return round(busy_share * cpu_threads(), 2)
 
 
-def _versions() -> dict[str, str | None]:
+def library_versions() -> dict[str, str | None]:
+    """Versions of Python and of the libraries that are measured; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
