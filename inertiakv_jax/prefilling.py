@@ -37,7 +37,8 @@ def prefill(
     Args:
       model: the decoder.
       params: its parameters.
-      tokens: [B, T] int, rows padded on the right with any token id.
+      tokens: [B, T] int, rows padded on the right with any number.
+        Ids from the vocabulary: one beyond it makes the row's logits NaN (``state.finite``).
       lengths: [B] int, tokens of each row, 1 .. T. Concrete: budgets are computed from them.
       policy: sets each row's budget and the capacity after decode step 1.
       max_new_tokens: tokens that will be decoded; needed where nothing is evicted, since the
@@ -48,9 +49,9 @@ def prefill(
       logits: [B, V] float32, of each row's last token.
 
     Raises:
-      ValueError: an empty batch or prompt, a length outside 1 .. T, a prompt beyond the model's
-        positions, ``max_new_tokens`` missing or below 1, or a budget the policy refuses. All
-        before anything is compiled.
+      ValueError: an empty batch or prompt, a length outside 1 .. T, a negative id, a prompt
+        beyond the model's positions, ``max_new_tokens`` missing or below 1, or a budget the
+        policy refuses. All before anything is compiled.
 
     Source: arXiv 2609.03515 section 3.1; chunking is ours.
     """
@@ -62,7 +63,7 @@ def prefill(
     slots, kept_slots = _capacities(policy, most_kept, longest, max_new_tokens)
     chunk = CHUNK if slots % CHUNK == 0 else 64
     padded = np.zeros((len(lengths), slots), np.int32)
-    padded[:, :longest] = tokens[:, :longest]
+    padded[:, :longest] = np.where(_is_prompt(tokens, lengths), tokens, 0)[:, :longest]
     state, logits = _prefill(model, params, padded, lengths, budgets, chunk=chunk)
     # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
     return dataclasses.replace(state, kept_slots=kept_slots), logits
@@ -86,15 +87,29 @@ def _checked_prompts(model, tokens, lengths, max_new_tokens) -> tuple[np.ndarray
     if lengths.max() > tokens.shape[1]:
         raise ValueError(f"length {lengths.max()} exceeds the {tokens.shape[1]} tokens given")
     check_lengths(model, lengths, max_new_tokens)
+    ids = tokens[_is_prompt(tokens, lengths)]
+    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"tokens must be ids, from 0 on, got {ids.min()} .. {ids.max()}")
     return tokens, lengths.astype(np.int32)
+
+
+def _is_prompt(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B, T] bool, False for padding, which may hold what is no id (-100).
+
+    A model makes NaN of such an id, and NaN spreads even from a value with weight 0.
+    """
+    return np.arange(tokens.shape[1])[None] < lengths[:, None]
 
 
 def check_lengths(model: Model, lengths: np.ndarray, max_new_tokens: int | None) -> None:
     """Raise ValueError unless prompts of [B] lengths, and the new tokens, fit the model."""
     if lengths.min() < 1:
         raise ValueError(f"row {int(lengths.argmin())} has an empty prompt")
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if max_new_tokens is not None:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
+            raise ValueError(f"max_new_tokens must be an integer, got {max_new_tokens!r}")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     longest, new = int(lengths.max()), max_new_tokens or 0
     if longest + new > model.max_positions:
         raise ValueError(

@@ -114,7 +114,8 @@ def test_state_of_a_ragged_batch():
 def test_padding_does_not_matter():
     tokens, lengths = padded(prompts())
     state, logits = prefill(MODEL, params(), tokens, lengths, EVICTING)
-    tokens[0, lengths[0] :] = 96
+    tokens[0, lengths[0] :] = -100  # no ids
+    tokens[1, lengths[1] :] = 10**6
     tokens = np.pad(tokens, ((0, 0), (0, 50)), constant_values=5)
     other, other_logits = prefill(MODEL, params(), jnp.asarray(tokens), lengths, EVICTING)
     np.testing.assert_array_equal(other_logits, logits)
@@ -168,7 +169,11 @@ def test_capacities(policy, length, new, slots, kept):
         ({"lengths": np.array([3, 6])}, "length 6 exceeds the 5 tokens given"),
         ({"lengths": np.array([3, 0])}, "row 1 has an empty prompt"),
         ({"lengths": np.array([-1, 3])}, "row 0 has an empty prompt"),
+        ({"tokens": np.full((2, 5), -1)}, "tokens must be ids, from 0 on, got -1 .. -1"),
+        ({"tokens": np.full((2, 5), 2**31)}, "tokens must be ids, from 0 on, got 2147483648 .."),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
         (
             {"max_new_tokens": 252},
             "a prompt of 5 tokens and 252 new ones exceed the model's 256 positions",
