@@ -104,7 +104,8 @@ class PrefillCache:
         self, layer: int, query: Array, key: Array, value: Array
     ) -> tuple[Array, "PrefillCache"]:
         """Write a chunk and attend to it and all before it. Shapes as in ``AttentionCache``."""
-        start = (0, 0, self.offset, 0)
+        zero = jnp.zeros_like(self.offset)  # a literal 0 is int64 under jax_enable_x64
+        start = (zero, zero, self.offset, zero)
         keys = jax.lax.dynamic_update_slice(self.keys[layer], key.swapaxes(1, 2), start)
         values = jax.lax.dynamic_update_slice(self.values[layer], value.swapaxes(1, 2), start)
         output = causal_chunk_attention(query, keys, values, self.offset)

@@ -155,7 +155,7 @@ def _decode_loop(model, params, state, token, knobs, choice, limit, *, steps, bo
         )
         return (state, token), emitted
 
-    (state, _), tokens = jax.lax.scan(iteration, (state, token), jnp.arange(steps))
+    (state, _), tokens = jax.lax.scan(iteration, (state, token), jnp.arange(steps, dtype=jnp.int32))
     return state, tokens.T
 
 

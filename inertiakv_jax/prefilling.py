@@ -146,7 +146,8 @@ def _prefill(model, params, tokens, lengths, budgets, *, chunk):
     def read_chunk(index, carry):
         keys, values, last_hidden = carry
         offset = index * chunk
-        positions = jnp.broadcast_to(offset + jnp.arange(chunk)[None], (batch, chunk))
+        within = jnp.arange(chunk, dtype=jnp.int32)[None]
+        positions = jnp.broadcast_to(offset + within, (batch, chunk))
         chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
         cache = PrefillCache(keys, values, offset)
         hidden, cache = model.hidden(params, chunk_tokens, positions, cache)

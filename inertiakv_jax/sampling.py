@@ -65,7 +65,8 @@ def sample(logits: Array, sampling: Sampling | None, key: Array | None, step: Ar
     if key is None:
         raise ValueError("sampling needs a PRNG key, got None; pass key=jax.random.key(seed)")
     step_key = jax.random.fold_in(key, step)
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(jnp.arange(logits.shape[0]))
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(rows)
     filtered = filter_logits(logits, sampling)
     return jax.vmap(jax.random.categorical)(row_keys, filtered).astype(jnp.int32)
 
@@ -76,7 +77,7 @@ def filter_logits(logits: Array, sampling: Sampling) -> Array:
     scaled = logits / jnp.float32(sampling.temperature)
     descending = -jnp.sort(-scaled, axis=-1)
 
-    rank = jnp.arange(vocabulary)[None]
+    rank = jnp.arange(vocabulary, dtype=jnp.int32)[None]
     top_k = jnp.where(jnp.int32(sampling.top_k) > 0, jnp.int32(sampling.top_k), vocabulary)
     kept = jnp.where(rank < top_k, descending, -jnp.inf)
 

@@ -367,3 +367,15 @@ def test_bfloat16():
     assert state.num_held.tolist() == [6, 13, 17]
     for row in utilities(state):
         assert len(set(row.values())) == len(row), "utilities tie"
+
+
+def test_double_precision_enabled():
+    """A program may ask jax for 64 bits; the state and the tokens stay what they are."""
+    policy, options = POLICIES["lazy4"], {"sampling": Sampling(top_k=5), "key": jax.random.key(2)}
+    expected, tokens = decoded(*prefilled(policy), policy, **options)
+    with jax.enable_x64(True):
+        state, same_tokens = decoded(*prefilled(policy), policy, **options)
+    np.testing.assert_array_equal(same_tokens, tokens)
+    assert held_positions(state) == held_positions(expected)
+    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == other.dtype
