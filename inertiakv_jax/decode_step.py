@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from inertiakv_jax import aggregation, eviction
 from inertiakv_jax.attention import DecodeCache, Execution
-from inertiakv_jax.policies import Knobs, Policy
+from inertiakv_jax.policies import Knobs, Policy, check_policy
 from inertiakv_jax.sharding import model_devices
 from inertiakv_jax.state import FREE_POSITION, KVState
 from inertiakv_jax.typing import Model, Params
@@ -52,6 +52,7 @@ def step(
 
     Source: arXiv 2609.03515 sections 3.1, 3.2, appendix E.
     """
+    check_policy(policy)
     execution = Execution(implementation, mesh)
     knobs = policy.knobs(model.num_layers)
     if state.kept_slots is not None:

@@ -18,7 +18,7 @@ from inertiakv_jax.decode_step import (
     run_due_body,
     step_kinds,
 )
-from inertiakv_jax.policies import Policy
+from inertiakv_jax.policies import Policy, check_policy
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.sharding import check_mesh
 from inertiakv_jax.state import KVState
@@ -82,6 +82,7 @@ def decode(
 
     Source: arXiv 2609.03515 section 3.2, 3.3 (Lazy, Score-Free).
     """
+    check_policy(policy)
     first_token = jnp.asarray(first_token, jnp.int32)
     limit = steps if limit is None else limit
     _check_decode(model, state, first_token, policy, steps, limit)

@@ -89,7 +89,7 @@ class Policy:
     @property
     def evicts(self) -> bool:
         """False for the full cache."""
-        return self.ratio != 0
+        return bool(self.ratio != 0)  # a NumPy ratio compares to a NumPy bool
 
     @property
     def scores_some_steps(self) -> bool:
@@ -135,16 +135,16 @@ class Policy:
                 f"must fit the smallest budget of the batch, {min(budgets)} tokens "
                 f"(prompt lengths {lengths})"
             )
-        return np.asarray(budgets, np.int64).clip(max=NO_EVICTION).astype(np.int32)
+        return np.asarray([min(budget, NO_EVICTION) for budget in budgets], np.int32)
 
     def knobs(self, num_layers: int) -> Knobs:
         """The policy's numbers as arrays, for a model of ``num_layers`` eligible layers."""
         return Knobs(
             decay=jnp.float32(self.alpha**num_layers),
             layer_weights=jnp.asarray(sequential_layer_weights(self.alpha, num_layers)),
-            refresh=jnp.int32(max(self.refresh, 1)),
-            protect_first=jnp.int32(self.protect_first),
-            protect_recent=jnp.int32(self.protect_recent),
+            refresh=_as_int32(max(self.refresh, 1)),
+            protect_first=_as_int32(self.protect_first),
+            protect_recent=_as_int32(self.protect_recent),
         )
 
 
@@ -171,6 +171,11 @@ def full() -> Policy:
     return Policy("full", ratio=0.0)
 
 
+def _full(ratio: float | None = None, **options: Any) -> Policy:
+    _make("full", ratio, options)  # refuses what is out of range, though nothing of it is used
+    return full()
+
+
 def inertiakv(ratio: float | None = None, **options: Any) -> Policy:
     """InertiaKV: utilities are a moving average of attention, rescored every step.
 
@@ -194,11 +199,14 @@ def lazy(refresh: int, ratio: float | None = None, **options: Any) -> Policy:
 
 def score_free(ratio: float | None = None, **options: Any) -> Policy:
     """Score-Free: score at step 1 only, evict at every step."""
-    return _make("score-free", ratio, options | {"refresh": STEP_ONE_ONLY})
+    refresh = options.setdefault("refresh", STEP_ONE_ONLY)
+    if refresh != STEP_ONE_ONLY:
+        raise ValueError(f"score-free never rescores: refresh must be 0, got {refresh!r}")
+    return _make("score-free", ratio, options)
 
 
 _MAKERS: dict[str, Callable[..., Policy]] = {
-    "full": lambda ratio=None, **options: full(),
+    "full": _full,
     "inertiakv": inertiakv,
     "score-free": score_free,
 }
@@ -221,7 +229,9 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     >>> by_name("lazy4", ratio=0.9).refresh
     4
     """
-    if match := re.fullmatch(r"lazy([1-9]\d*)", name):
+    if not isinstance(name, str):
+        raise ValueError(f"policy must be a name, got {name!r}; one of: {', '.join(NAMES)}")
+    if match := re.fullmatch(r"lazy([1-9][0-9]*)", name):
         return lazy(int(match[1]), ratio, **options)
     if name not in _MAKERS:
         raise ValueError(f"unknown policy {name!r}; expected one of: {', '.join(NAMES)}")
@@ -234,6 +244,18 @@ def _make(name: str, ratio: float | None, options: dict[str, Any]) -> Policy:
     }:
         ratio = 0.9
     return Policy(name, ratio=ratio, **options)
+
+
+def _as_int32(value: int) -> Array:
+    """A count that a step compares with others; beyond int32 is as good as its largest."""
+    return jnp.int32(min(value, NO_EVICTION))
+
+
+def check_policy(policy: Any) -> None:
+    """Raise ValueError for a name where a ``Policy`` is needed, or anything else that is none."""
+    if not isinstance(policy, Policy):
+        hint = f"; write policies.by_name({policy!r})" if isinstance(policy, str) else ""
+        raise ValueError(f"policy must be a Policy, got {policy!r}{hint}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from inertiakv_jax import state as kv_state
 from inertiakv_jax.attention import PrefillCache
-from inertiakv_jax.policies import Policy
+from inertiakv_jax.policies import Policy, check_policy
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
@@ -55,6 +55,7 @@ def prefill(
 
     Source: arXiv 2609.03515 section 3.1; chunking is ours.
     """
+    check_policy(policy)
     tokens, lengths = _checked_prompts(model, tokens, lengths, max_new_tokens)
     budgets = policy.budgets(lengths, model)
     longest = int(lengths.max())

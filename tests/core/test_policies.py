@@ -140,7 +140,7 @@ def test_knobs():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Full", "lazy", "lazy0", "lazy-1", "lazy04", "lazy4x", "h20", "inertia kv"]
+    "name", ["", "Full", "lazy", "lazy0", "lazy-1", "lazy04", "lazy4\n", "h20", "inertia kv"]
 )
 def test_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=re.escape(f"unknown policy {name!r}")) as error:
@@ -198,3 +198,35 @@ def test_protected_tokens_must_fit_the_smallest_budget():
 def test_bytes_below_one_token():
     with pytest.raises(ValueError, match=r"kv_bytes=95 is below one token's 96"):
         policies.inertiakv(kv_bytes=95).budgets([9], MODEL)
+
+
+def test_numpy_numbers():
+    assert policies.inertiakv(np.float64(0.0)) == policies.inertiakv(0.0)
+    assert policies.inertiakv(np.float64(0.0)).scores_some_steps is False
+    assert policies.inertiakv(np.float64(0.9)).scores_some_steps is True
+    assert policies.inertiakv(tokens=np.uint8(200)).budgets([9], MODEL).tolist() == [200]
+
+
+def test_numbers_beyond_int32_are_as_good_as_its_largest():
+    policy = policies.inertiakv(tokens=10**30, refresh=10**20, protect_first=2**31)
+    assert policy.budgets([9], MODEL).tolist() == [2**31 - 1]
+    assert policy.knobs(2).refresh == policy.knobs(2).protect_first == 2**31 - 1
+
+
+def test_full_refuses_what_it_would_ignore_if_it_is_out_of_range():
+    assert policies.by_name("full", 0.9, alpha=0.5) == policies.full()
+    with pytest.raises(ValueError, match=r"ratio must be a number in \[0, 1\), got 7"):
+        policies.by_name("full", 7)
+    with pytest.raises(ValueError, match="tokens must be an integer >= 1, got 0"):
+        policies.by_name("full", tokens=0)
+
+
+def test_score_free_has_no_other_interval():
+    with pytest.raises(ValueError, match="score-free never rescores: refresh must be 0, got 4"):
+        policies.score_free(refresh=4)
+
+
+@pytest.mark.parametrize("name", [None, 4, b"full"])
+def test_names_are_strings(name):
+    with pytest.raises(ValueError, match=r"policy must be a name, got .*lazyR"):
+        policies.by_name(name)

@@ -178,6 +178,8 @@ def test_capacities(policy, length, new, slots, kept):
             {"max_new_tokens": 252},
             "a prompt of 5 tokens and 252 new ones exceed the model's 256 positions",
         ),
+        ({"policy": "lazy4"}, "got 'lazy4'; write policies.by_name('lazy4')"),
+        ({"policy": None}, "policy must be a Policy, got None"),
         ({"policy": FULL}, "policy 'full' evicts nothing, so prefill needs max_new_tokens="),
         (
             {"policy": policies.inertiakv(0.5, protect_first=2)},
@@ -192,8 +194,9 @@ def test_bad_prompts(changes, message):
         "lengths": np.array([5, 3]),
         "policy": EVICTING,
     } | changes
+    weights = params()
     with compiled_programs() as names, pytest.raises(ValueError, match=re.escape(message)):
-        prefill(MODEL, params(), **arguments)
+        prefill(MODEL, weights, **arguments)
     assert names == []
 
 
