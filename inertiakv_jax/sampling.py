@@ -4,7 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+_NUMBER = int | float | np.number
 
 
 @jax.tree_util.register_dataclass
@@ -37,13 +40,15 @@ class Sampling:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
         # Inside jit the fields are tracers, checked when they were numbers.
-        if isinstance(self.temperature, int | float):
+        if isinstance(self.temperature, _NUMBER):
             check("temperature", 0.0 < self.temperature < float("inf"), "above 0 and finite")
-        if isinstance(self.top_k, int | float):
-            check("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "an integer >= 0")
-        if isinstance(self.top_p, int | float):
+        if isinstance(self.top_k, _NUMBER):
+            good = 0 <= self.top_k < float("inf") and int(self.top_k) == self.top_k
+            check("top_k", good, "an integer >= 0")
+            check("top_k", self.top_k < 2**31, "below 2**31")
+        if isinstance(self.top_p, _NUMBER):
             check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
-        if isinstance(self.min_p, int | float):
+        if isinstance(self.min_p, _NUMBER):
             check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
 
 
@@ -74,7 +79,8 @@ def sample(logits: Array, sampling: Sampling | None, key: Array | None, step: Ar
 def filter_logits(logits: Array, sampling: Sampling) -> Array:
     """Divide [B, V] logits by the temperature and set what the filters drop to -inf."""
     vocabulary = logits.shape[-1]
-    scaled = logits / jnp.float32(sampling.temperature)
+    # Below this all is greedy already, and several logits would reach infinity and tie.
+    scaled = logits / jnp.maximum(jnp.float32(sampling.temperature), 1e-30)
     descending = -jnp.sort(-scaled, axis=-1)
 
     rank = jnp.arange(vocabulary, dtype=jnp.int32)[None]

@@ -90,7 +90,15 @@ def test_greedy_takes_the_first_of_equals():
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    "options",
+    [
+        {"temperature": 1e-4},
+        {"temperature": 1e-38},
+        {"temperature": 1e-300},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"min_p": 1.0},
+    ],
 )
 def test_limits_of_every_option_are_greedy(options):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(8, 50)), jnp.float32)
@@ -138,6 +146,10 @@ def test_sampling_needs_a_key():
         ({"temperature": math.nan}, "temperature must be above 0 and finite, got nan"),
         ({"top_k": -1}, "top_k must be an integer >= 0, got -1"),
         ({"top_k": 2.5}, "top_k must be an integer >= 0, got 2.5"),
+        ({"top_k": math.inf}, "top_k must be an integer >= 0, got inf"),
+        ({"top_k": 2**31}, "top_k must be below 2**31, got 2147483648"),
+        ({"top_k": np.int64(-3)}, "top_k must be an integer >= 0, got np.int64(-3)"),
+        ({"temperature": np.float32(-1)}, "temperature must be above 0 and finite, got np.float"),
         ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
         ({"top_p": 1.1}, "top_p must be in (0, 1], got 1.1"),
         ({"top_p": math.nan}, "top_p must be in (0, 1], got nan"),
