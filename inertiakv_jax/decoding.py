@@ -56,7 +56,8 @@ def decode(
       state: from ``prefill`` or an earlier ``decode``. Consumed: its buffers are deleted, or
         re-used in place, so that the full cache is freed at step 1. See ``donate``.
       first_token: [B] int32, the last token chosen and not yet in the cache: after prefill the
-        one taken from its logits, later ``tokens[:, -1]``.
+        one taken from its logits, later ``tokens[:, -1]`` (``tokens[:, limit - 1]`` with a
+        limit).
       steps: static, at least 1. One program per value.
       policy: the one given to ``prefill``. Its numbers are traced.
       sampling: None is greedy.
@@ -77,8 +78,8 @@ def decode(
         then ``NO_TOKEN``. Columns from ``limit`` on are ``NO_TOKEN`` too.
 
     Raises:
-      ValueError: ``steps`` below 1, a wrong ``first_token``, a cache without room for the steps
-        (nothing is evicted), or positions beyond the model's.
+      ValueError: ``steps`` below 1, a wrong ``first_token``, a consumed ``state``, a cache
+        without room for the steps (nothing is evicted), or positions beyond the model's.
 
     Source: arXiv 2609.03515 section 3.2, 3.3 (Lazy, Score-Free).
     """
@@ -180,12 +181,15 @@ def _delete_cache(state: KVState) -> None:
     Donation cannot do it, for no output has its shape.
     """
     for leaf in (*state.keys, *state.values):
-        if not isinstance(leaf, Tracer):
+        # A restored state may lie in NumPy arrays, which jax has copied already.
+        if isinstance(leaf, Array) and not isinstance(leaf, Tracer):
             leaf.delete()
 
 
 def _check_decode(model, state, first_token, policy, steps, limit) -> None:
     batch = state.valid.shape[0]
+    if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
+        raise ValueError(f"steps must be an integer, got {steps!r}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if first_token.shape != (batch,):
@@ -194,8 +198,18 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
         raise ValueError(
             f"policy {policy.name!r} evicts nothing, but the state was prefilled for one that does"
         )
-    if isinstance(state.next_position, Tracer) or isinstance(limit, Tracer):
+    if any(isinstance(x, Tracer) for x in (state.next_position, limit, first_token)):
         return
+    if any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            "the state was consumed by an earlier decode: go on with the one that it returned, or "
+            "give it donate=False"
+        )
+    if np.any(np.where(state.finished, 0, first_token) < 0):
+        raise ValueError(
+            f"first_token must be an id of every unfinished row, got {np.asarray(first_token)}; "
+            "after a decode with limit= that is tokens[:, limit - 1]"
+        )
     limit = int(limit)
     fewest = 0 if state.kept_slots is None else 1
     if not fewest <= limit <= steps:
