@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ class GenerationOutput:
     texts: list[str]
     tokens: list[list[int]]
     stats: GenerationStats
-    state: KVState
+    state: KVState = dataclasses.field(repr=False)
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Prompt], **options: Any) -> GenerationOutput:
@@ -143,7 +143,7 @@ def stream(
     stop = _checked_stop(stop)
     ids = encode_prompts(lm, prompts, answer_prefix)
     lengths = np.asarray([len(row) for row in ids], np.int32)
-    check_lengths(lm.model, lengths, max_new_tokens)
+    check_lengths(lm.model, lengths, _required(max_new_tokens))
     policy.budgets(lengths, lm.model)
     padded = np.zeros((len(ids), int(lengths.max())), np.int32)
     for row, row_ids in zip(padded, ids, strict=True):
@@ -151,8 +151,8 @@ def stream(
     run = _Run(
         lm=lm,
         policy=policy,
-        sampling=sampling,
-        key=None if sampling is None else jax.random.key(seed),
+        sampling=_checked_sampling(sampling),
+        key=None if sampling is None else jax.random.key(_checked_seed(seed)),
         stop_tokens=tuple(lm.eos_token_ids) if stop_at_eos else (),
         implementation=check_implementation(implementation),
         rows=[RowText(lm.tokenizer, stop) for _ in ids],
@@ -272,12 +272,33 @@ def _resolve_policy(policy: str | Policy, ratio: float | None) -> Policy:
     return policy
 
 
+def _required(max_new_tokens: int) -> int:
+    if max_new_tokens is None:  # what prefill takes
+        raise ValueError("max_new_tokens must be an integer, got None")
+    return max_new_tokens
+
+
+def _checked_sampling(sampling: Sampling | None) -> Sampling | None:
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling or None (greedy), got {sampling!r}")
+    return sampling
+
+
+def _checked_seed(seed: int) -> int:
+    if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
+    return seed
+
+
 def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
     if isinstance(stop, str):
         raise ValueError(f"stop must be a list of strings, got one string; write [{stop!r}]")
+    if not isinstance(stop, Iterable):
+        raise ValueError(f"stop must be a list of strings, got {stop!r}")
+    stop = tuple(stop)
     if any(not isinstance(s, str) or not s for s in stop):
         raise ValueError(f"stop must hold non-empty strings, got {list(stop)!r}")
-    return tuple(stop)
+    return stop
 
 
 def _check_finite(state: KVState) -> None:

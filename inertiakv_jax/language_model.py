@@ -40,10 +40,18 @@ class LanguageModel:
             messages: dicts with "role" ("system", "user" or "assistant") and "content".
 
         Raises:
-            ValueError: there are no messages, or the model has no chat template.
+            ValueError: there are no messages, one of them is none, or the model has no chat
+                template.
         """
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
+        for message in messages:  # a template shows what is missing as nothing
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
+                raise ValueError(
+                    f'a message must have strings "role" and "content", got {message!r:.80}'
+                )
         if not self.tokenizer.chat_template:
             raise ValueError(f"{self.name} has no chat template; give it plain text instead")
         return self.tokenizer.apply_chat_template(

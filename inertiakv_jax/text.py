@@ -1,6 +1,6 @@
 """Prompts to token ids, and tokens back to text as they come in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,18 @@ def encode_prompts(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts must be a list of prompts, got one string; write [prompt]")
+    if not isinstance(prompts, Sized) or isinstance(prompts, Mapping):
+        raise ValueError(f"prompts must be a list of prompts, got a {type(prompts).__name__}")
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise ValueError("prompts must be a list of prompts, got one chat; write [chat]")
     if len(prompts) == 0:
         raise ValueError("the batch is empty: give at least one prompt")
     rows = []
     for index, prompt in enumerate(prompts):
-        ids = _encode(lm, prompt, answer_prefix)
+        try:
+            ids = _encode(lm, prompt, answer_prefix)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
         if not ids:
             raise ValueError(f"prompt {index} is empty")
         vocabulary = lm.config.vocab_size
@@ -43,14 +50,28 @@ def _encode(lm: LanguageModel, prompt: Prompt, answer_prefix: str) -> list[int]:
     if isinstance(prompt, str):
         if not prompt:
             return []
+        _check_unicode(prompt + answer_prefix)
         return list(lm.tokenizer(prompt + answer_prefix)["input_ids"])
+    if not isinstance(prompt, Sized) or isinstance(prompt, bytes):
+        raise ValueError(f"expected a text, a chat or a list of token ids, got {prompt!r:.80}")
     if len(prompt) and isinstance(prompt[0], Mapping):
         text = lm.chat_prompt(prompt) + answer_prefix  # pyright: ignore[reportArgumentType]
+        _check_unicode(text)
         return list(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
-    ids = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
+    array = np.asarray(prompt)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"token ids must be a flat list of integers, got {prompt!r:.80}")
+    ids = array.tolist()
     if ids and answer_prefix:
         ids += lm.tokenizer(answer_prefix, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is not valid Unicode: {error}") from error
 
 
 class RowText:
