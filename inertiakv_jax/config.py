@@ -11,6 +11,7 @@ import numpy as np
 
 from inertiakv_jax.rope_scaling import (
     RopeScaling,
+    as_float,
     frequency_divisors,
     parse_hf_rope,
     plain_frequencies,
@@ -108,8 +109,8 @@ class ModelConfig:
             if not (math.isfinite(value) and value > 0.0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         tokens = (*self.eos_token_ids, *(() if self.bos_token_id is None else [self.bos_token_id]))
-        if any(token < 0 for token in tokens):
-            raise ValueError(f"bos/eos token ids must not be negative, got {tokens}")
+        if any(not 0 <= token < 2**31 for token in tokens):
+            raise ValueError(f"bos/eos token ids must lie in 0 .. 2**31 - 1, got {tokens}")
 
     @property
     def num_query_groups(self) -> int:
@@ -150,7 +151,7 @@ class ModelConfig:
                 implemented; the message names the field.
         """
         name = config.get("model_type", "(none given)")
-        if name not in FAMILIES:
+        if not isinstance(name, str) or name not in FAMILIES:
             raise ValueError(
                 f"architecture {name!r} (model_type) is not supported; supported: "
                 f"{', '.join(FAMILIES)}"
@@ -190,7 +191,7 @@ class ModelConfig:
 
 def _refuse_what_is_not_implemented(config: Mapping[str, Any], name: str, family: Family) -> None:
     """Raise ValueError naming the first field that would change the computation."""
-    architectures = config.get("architectures") or []
+    architectures = _names(config, "architectures")
     if architectures and not any(str(a).endswith("ForCausalLM") for a in architectures):
         raise ValueError(
             f"architectures {architectures} is not supported; supported: "
@@ -203,19 +204,23 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any], name: str, family
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
-    layer_types = set(config.get("layer_types") or ["full_attention"])
+    layer_types = set(_names(config, "layer_types") or ["full_attention"])
     if layer_types != {"full_attention"}:
         raise ValueError(
-            f"layer_types {sorted(map(str, layer_types))} is not supported; supported: "
+            f"layer_types {sorted(layer_types)} is not supported; supported: "
             "full_attention in every layer"
         )
     if config.get("use_sliding_window"):
         raise ValueError("use_sliding_window true is not supported; supported: false")
     window = config.get("sliding_window", family.sliding_window)
-    context = config.get("max_position_embeddings", family.max_position_embeddings)
+    context = _integer(config, "max_position_embeddings", family.max_position_embeddings)
     # Qwen2 configs carry a window that use_sliding_window false switches off. A window no shorter
     # than the context never hides a token.
-    if name == "mistral" and window is not None and window < context:
+    if (
+        name == "mistral"
+        and window is not None
+        and not (isinstance(window, int) and window >= context)
+    ):
         raise ValueError(
             f"sliding_window {window} is not supported; supported: null (config.json without the "
             f"field means {family.sliding_window})"
@@ -241,11 +246,19 @@ def _integer(config: Mapping[str, Any], key: str, default: int | None = None) ->
     return value
 
 
+def _names(config: Mapping[str, Any], key: str) -> list[str]:
+    value = config.get(key)
+    value = [] if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key} must be a list of strings, got {value!r:.80}")
+    return list(value)
+
+
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{key} must be a number, got {value!r}")
-    return float(value)
+    return as_float(value, key)
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:

@@ -118,10 +118,17 @@ def parse_hf_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]
         factor,
         low_freq_factor=rope_number(rope, "low_freq_factor", field),
         high_freq_factor=rope_number(rope, "high_freq_factor", field),
-        original_max_position_embeddings=int(
-            rope_number(original, "original_max_position_embeddings", field)
+        original_max_position_embeddings=_whole(
+            rope_number(original, "original_max_position_embeddings", field),
+            f"{field}.original_max_position_embeddings",
         ),
     )
+
+
+def _whole(value: float, name: str) -> int:
+    if not value.is_integer():
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return int(value)
 
 
 def rope_number(rope: Mapping[str, Any], key: str, field: str) -> float:
@@ -129,4 +136,12 @@ def rope_number(rope: Mapping[str, Any], key: str, field: str) -> float:
     value = rope.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{field}.{key} must be a number, got {value!r}")
-    return float(value)
+    return as_float(value, f"{field}.{key}")
+
+
+def as_float(value: int | float, name: str) -> float:
+    """``value`` as a float; ValueError naming it for an integer that no float can hold."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} must be a number below 1e308, got a larger one") from error

@@ -49,6 +49,10 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: str) -> dict[s
             before any of them is read.
     """
     numpy_dtype = checked_dtype(dtype)
+    if config.num_layers > len(source.shapes):  # a corrupt config must not make a list of billions
+        raise ValueError(
+            f"the config has {config.num_layers} layers, but there are {len(source.shapes)} tensors"
+        )
     tensors = list(expected_tensors(config))
     check_tensors(source, config, tensors)
     params: dict[str, Any] = {}

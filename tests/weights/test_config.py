@@ -199,6 +199,16 @@ def test_mistral_window_as_long_as_the_context_hides_nothing():
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"eos_token_id": -1}, ["token ids", "-1"]),
+        ({"eos_token_id": 10**20}, ["token ids", "100000000000000000000"]),
+        ({"model_type": ["llama"]}, ["architecture ['llama']", "llama, mistral, qwen2"]),
+        ({"architectures": 3}, ["architectures must be a list of strings, got 3"]),
+        ({"layer_types": [["x"]]}, ["layer_types must be a list of strings, got [['x']]"]),
+        ({"rope_theta": 10**400}, ["rope_theta must be a number below"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps must be a number below"]),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": float("inf")}},
+            ["rope_scaling.original_max_position_embeddings must be a whole number, got inf"],
+        ),
     ],
 )
 def test_refused_by_name(change, words):
@@ -212,6 +222,7 @@ def test_refused_by_name(change, words):
     ("config", "field"),
     [
         (MISTRAL | {"sliding_window": 64}, "sliding_window 64"),
+        (MISTRAL | {"sliding_window": "64"}, "sliding_window 64"),
         (without(MISTRAL, "sliding_window") | {"max_position_embeddings": 32768}, "4096"),
         (QWEN2 | {"use_sliding_window": True}, "use_sliding_window"),
     ],

@@ -100,6 +100,12 @@ def test_missing_tensors_are_named(tmp_path):
         load(write_folder(tmp_path, LLAMA, tensors))
 
 
+def test_a_config_of_a_billion_layers_costs_no_memory(tmp_path):
+    config = LLAMA | {"num_hidden_layers": 10**9}
+    with pytest.raises(ValueError, match="the config has 1000000000 layers, but there are 20 tens"):
+        load(write_folder(tmp_path, config, hf_tensors(LLAMA)))
+
+
 def test_untied_checkpoint_without_a_head(tmp_path):
     with pytest.raises(ValueError, match=r"1 tensors are missing: lm_head\.weight"):
         load(write_folder(tmp_path, LLAMA | {"tie_word_embeddings": False}, hf_tensors(LLAMA)))
