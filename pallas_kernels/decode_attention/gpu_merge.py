@@ -107,9 +107,9 @@ def partial_shapes(
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What a kernel leaves: output, log_sums and, for the mass, codes and tops.
 
-    output [B, K, G, P, D] float32; log_sums [B, K, G, P] float32, ``MASK_VALUE`` for a split without
-    a valid slot; codes [B, K, G, slots] int16 or float32; tops [B, K, G, blocks] float32, the two
-    of all padded blocks.
+    output [B, K, G, P, D] float32; log_sums [B, K, G, P] float32, ``MASK_VALUE`` for a split
+    without a valid slot; codes [B, K, G, slots] int16 or float32; tops [B, K, G, blocks] float32,
+    the last two of all padded blocks.
     """
     batch, num_heads, head_dim = query.shape
     lead = (batch, num_kv_heads, num_heads // num_kv_heads)
@@ -126,6 +126,15 @@ def partial_shapes(
         struct((*lead, partition.padded_blocks * partition.block), code),
         struct((*lead, partition.padded_blocks), jnp.float32),
     )
+
+
+def base2_logits(products: Array, scale: float, soft_cap: float | None) -> Array:
+    """Logits of float32 products of queries and keys, times log2(e); to be called in a kernel."""
+    if soft_cap is None:
+        return products * (scale * LOG2_E)
+    # tanh(x) = 1 - 2 / (1 + e**2x): the instruction for tanh has an error of 2**-11.
+    power = jnp.exp2(products * (scale / soft_cap * 2.0 * LOG2_E))
+    return soft_cap * LOG2_E - (2.0 * soft_cap * LOG2_E) / (1.0 + power)
 
 
 def encode(exponents: Array, held: Array, dtype: jnp.dtype) -> Array:
@@ -157,7 +166,7 @@ def merge(
       dtype: of the output.
     """
     outputs, log_sums, *rest = partials
-    batch, num_kv_heads, group, splits, head_dim = outputs.shape
+    batch, num_kv_heads, group, _, head_dim = outputs.shape
     share = jnp.exp2(log_sums - jnp.max(log_sums, axis=-1, keepdims=True))
     share = share / jnp.sum(share, axis=-1, keepdims=True)
     output = jnp.sum(outputs * share[..., None], axis=3)

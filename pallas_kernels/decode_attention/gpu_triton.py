@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 
 from inertiakv_jax.numerics import MASK_VALUE
 from inertiakv_jax.pallas_kernels.decode_attention import gpu_merge
-from inertiakv_jax.pallas_kernels.decode_attention.gpu_merge import LOG2_E, Partition
+from inertiakv_jax.pallas_kernels.decode_attention.gpu_merge import Partition
 
 _BLOCK_BYTES = 16 * 1024  # of keys, and as many of values
 _FEWEST_SLOTS, _MOST_SLOTS = 16, 128
@@ -50,17 +50,26 @@ class Tiles:
 
 
 def choose_tiles(
-    batch: int, num_kv_heads: int, slots: int, head_dim: int, itemsize: int, *, cores: int
+    batch: int,
+    num_kv_heads: int,
+    group: int,
+    slots: int,
+    head_dim: int,
+    itemsize: int,
+    *,
+    cores: int,
 ) -> Tiles:
-    """Tiles for a shape, letters B, K, S, D; ``itemsize`` in bytes, ``cores`` the SMs of the GPU.
+    """Tiles for a shape, letters B, K, G, S, D; ``itemsize`` in bytes, ``cores`` the GPU's SMs.
 
-    >>> choose_tiles(batch=1, num_kv_heads=8, slots=6402, head_dim=128, itemsize=2, cores=108)
+    >>> choose_tiles(1, num_kv_heads=8, group=4, slots=6402, head_dim=128, itemsize=2, cores=108)
     Tiles(slots=64, splits=26, num_warps=4, num_stages=3)
     """
     block = _BLOCK_BYTES // (pl.next_power_of_2(head_dim) * itemsize)
     block = min(max(block, _FEWEST_SLOTS), _MOST_SLOTS)
     splits = gpu_merge.choose_splits(batch * num_kv_heads, slots, block, _RESIDENT * cores)
-    return Tiles(block, splits)
+    # Without tensor cores, operands of products live in registers: float32 needs more of them.
+    rows = pl.next_power_of_2(group) if itemsize == 4 else 1
+    return Tiles(block, splits, num_warps=min(max(rows // 2, 4), 16))
 
 
 def decode_attention(
@@ -125,9 +134,7 @@ def decode_attention(
         ],
         out_specs=out_specs,
         out_shape=out_shape,
-        compiler_params=plt.CompilerParams(
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages
-        ),
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="decode_attention",
     )(grouped, keys, values, valid)
@@ -227,10 +234,7 @@ def _logits(spec: _Spec, parts: list[Array], keys, held, i) -> Array:
         for part, piece in zip(parts, spec.pieces, strict=True)
     ]
     logits = sum(products[1:], products[0])
-    if spec.soft_cap is None:
-        logits = logits * (spec.scale * LOG2_E)
-    else:
-        logits = jnp.tanh(logits * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2_E)
+    logits = gpu_merge.base2_logits(logits, spec.scale, spec.soft_cap)
     return jnp.where(jnp.broadcast_to(held[None], logits.shape), logits, MASK_VALUE)
 
 
