@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from inertiakv_jax.pallas_kernels.decode_attention import tpu
+from inertiakv_jax.pallas_kernels.evict import api
 
 Struct = jax.ShapeDtypeStruct
 
@@ -73,3 +74,27 @@ def decode_loop(mesh, *, heads, batch, slots, dtype="bfloat16"):
         return carry
 
     return loop, (query, kv, kv, valid, Struct((batch,), jnp.int32)), (1, 2)
+
+
+def evict(mesh, *, shape, implementation, scored=True):
+    """One step's eviction of utilities [..., S] in place."""
+    del mesh
+
+    def step(scores, positions, increment, next_position, budget, active, decay):
+        return api.evict(
+            scores,
+            increment if scored else None,
+            positions,
+            next_position,
+            budget,
+            active,
+            decay=decay,
+            protect_first=4,
+            protect_recent=8,
+            implementation=implementation,
+        )
+
+    scores, positions = Struct(shape, jnp.float32), Struct(shape, jnp.int32)
+    row = Struct(shape[:-1], jnp.int32)
+    active = Struct(shape[:-1], jnp.bool_)
+    return step, (scores, positions, scores, row, row, active, Struct((), jnp.float32)), (0, 1)
