@@ -9,9 +9,9 @@ On Hopper both compile, read the same bytes and leave the same partial results. 
 so what decides is the rest: Mosaic copies by TMA, without addresses in registers, and keeps more
 bytes in flight (192 KiB an SM, Triton 128); its CPU interpreter simulates the copies and barriers
 that a kernel can get wrong, where Triton's only does the arithmetic; and Pallas-Triton is
-deprecated since jax 0.11. The Mosaic kernel refuses float32, a head_dim other than 64, 128 and 256, and S that is no
-multiple of 8 (caches of this library are multiples of 64). Triton does not read dead slots at all;
-where most slots are dead it is the better choice on Hopper, too.
+deprecated since jax 0.11. The Mosaic kernel refuses float32, a head_dim other than 64, 128 and 256,
+and S that is no multiple of 8 (caches of this library are multiples of 64). Triton does not read
+dead slots at all: where most slots are dead it should be the better one on Hopper, too.
 
 Both modules are imported where they are used: each needs a part of JAX that a version may lack.
 """

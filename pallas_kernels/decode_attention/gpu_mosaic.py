@@ -93,7 +93,7 @@ def decode_attention(
     soft_cap: float | None,
     return_mass: bool,
     tiles: Tiles,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> tuple[Array, Array | None]:
     """Attend and score; see ``api.decode_attention`` for the mathematics and the shapes.
 
@@ -107,7 +107,8 @@ def decode_attention(
       soft_cap: of the logits, or None.
       return_mass: False switches that output off.
       tiles: as of ``choose_tiles``.
-      interpret: run on the CPU, with copies and barriers simulated; needs jax 0.12.
+      interpret: run on the CPU, with copies and barriers simulated; needs jax 0.12. True, or the
+        ``InterpretGPUParams`` to do it with.
 
     Returns:
       output: [B, N, D], dtype of ``query``.
@@ -140,7 +141,7 @@ def decode_attention(
         scratch_types=_scratch(spec, query.dtype, mass=return_mass),
         compiler_params=mgpu.CompilerParams(approx_math=True),
         kernel_name="decode_attention",
-        interpret=mgpu.InterpretGPUParams() if interpret else None,
+        interpret=mgpu.InterpretGPUParams() if interpret is True else interpret or None,
     )
     partials = kernel(grouped, keys, values, _pack_bits(valid, partition))
     partials = (partials[0].reshape(shapes[0].shape), *partials[1:])
