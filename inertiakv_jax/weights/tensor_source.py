@@ -57,7 +57,7 @@ def read_bytes(path: Path, offset: int, num_bytes: int) -> np.ndarray:
     buffer = np.empty(num_bytes, np.uint8)
     with open(path, "rb") as file:
         file.seek(offset)
-        got = file.readinto(memoryview(buffer))
+        got = file.readinto(buffer.data)
     if got != num_bytes:
         raise ValueError(
             f"{path}: expected {num_bytes} bytes at {offset}, got {got}: the file is truncated"

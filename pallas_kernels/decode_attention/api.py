@@ -8,7 +8,7 @@ from jax import Array
 
 from inertiakv_jax.pallas_kernels.decode_attention import ref
 
-IMPLEMENTATIONS = ("xla", "tpu")
+IMPLEMENTATIONS = ("xla", "tpu", "gpu")
 """Names for ``implementation``: what XLA makes of ``ref``, and the Pallas kernels."""
 
 
@@ -75,22 +75,40 @@ def decode_attention(
     if implementation is not None:
         return _RUN[implementation](*operands, **options)
     # By the platform of the program, not of this process: it may be compiled ahead of time.
+    xla = functools.partial(ref.decode_attention, **options)
     return jax.lax.platform_dependent(
         *operands,
         tpu=functools.partial(_tpu, **options),
-        default=functools.partial(ref.decode_attention, **options),
+        cuda=functools.partial(_gpu, **options) if _serves_gpu(query) else xla,
+        default=xla,
     )
 
 
-# jit, so that the layers of a model share one trace, also on platforms that then drop it.
-@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "return_mass"))
+def _serves_gpu(query: Array) -> bool:
+    """Whether the GPU kernels take this head_dim."""
+    return query.shape[-1] % 16 == 0
+
+
+# jit, so that the layers of a model share one trace, also on platforms that then drop it; imports
+# inside, for a version of JAX may lack what another platform's kernel is made of.
+_jit = functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "return_mass"))
+
+
+@_jit
 def _tpu(query, keys, values, valid, **options):
     from inertiakv_jax.pallas_kernels.decode_attention import tpu
 
     return tpu.decode_attention(query, keys, values, valid, **options)
 
 
-_RUN = {"xla": ref.decode_attention, "tpu": _tpu}
+@_jit
+def _gpu(query, keys, values, valid, **options):
+    from inertiakv_jax.pallas_kernels.decode_attention import gpu
+
+    return gpu.decode_attention(query, keys, values, valid, **options)
+
+
+_RUN = {"xla": ref.decode_attention, "tpu": _tpu, "gpu": _gpu}
 
 
 def check_implementation(implementation: str | None) -> str | None:

@@ -302,9 +302,10 @@ def _write_mass(spec: _Spec, mass, top, total, logits) -> None:
     def write(start, size):
         for pack, heads in enumerate(spec.packs):
             for i in range(0, size, LANES):
-                lanes = pl.ds(start + i, min(LANES, size - i))
-                p = jnp.exp2(logits[pack, :, lanes] - top[pack][:, : lanes.size])
-                p = p * total[pack][:, : lanes.size]
+                width = min(LANES, size - i)
+                lanes = pl.ds(start + i, width)
+                p = jnp.exp2(logits[pack, :, lanes] - top[pack][:, :width])
+                p = p * total[pack][:, :width]
                 for head, row in zip(heads, _sum_rows(spec, p), strict=False):
                     mass[0, 0, pl.ds(head, 1), lanes] = row
 
