@@ -11,15 +11,18 @@
 #   PEERS   1: also install the libraries that results are compared with (torch, kvpress); tests that
 #           need them are skipped otherwise. On Linux pip's default torch is a CUDA build of several
 #           GB; set PIP_EXTRA_INDEX_URL to PyTorch's CPU index to have the small one.
+#   AOT     1: also install the compilers for TPUs and NVIDIA GPUs (about 500 MB), to compile the kernels
+#           for machines that need not be there; these tests are skipped otherwise.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PEERS ?=
+AOT ?=
 
 BIN = $(VENV)/bin
 comma := ,
-TEST_EXTRAS = checkpoint,test,train$(if $(filter 1,$(PEERS)),$(comma)peers)
+TEST_EXTRAS = checkpoint,test,train$(if $(filter 1,$(PEERS)),$(comma)peers)$(if $(filter 1,$(AOT)),$(comma)aot)
 SOURCES = inertiakv_jax models eval pallas_kernels configs
 TYPECHECK = build/typecheck/inertiakv_jax
 
