@@ -78,10 +78,15 @@ def decode_attention(
     xla = functools.partial(ref.decode_attention, **options)
     return jax.lax.platform_dependent(
         *operands,
-        tpu=functools.partial(_tpu, **options),
+        tpu=functools.partial(_tpu, **options) if _serves_tpu(keys) else xla,
         cuda=functools.partial(_gpu, **options) if _serves_gpu(query) else xla,
         default=xla,
     )
+
+
+def _serves_tpu(keys: Array) -> bool:
+    """Whether the TPU kernel takes this dtype; Mosaic takes no float16."""
+    return keys.dtype != jnp.float16
 
 
 def _serves_gpu(query: Array) -> bool:
