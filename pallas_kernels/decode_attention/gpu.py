@@ -10,8 +10,9 @@ so what decides is the rest: Mosaic copies by TMA, without addresses in register
 bytes in flight (192 KiB an SM, Triton 128); its CPU interpreter simulates the copies and barriers
 that a kernel can get wrong, where Triton's only does the arithmetic; and Pallas-Triton is
 deprecated since jax 0.11. The Mosaic kernel refuses float32, a head_dim other than 64, 128 and 256,
-and S that is no multiple of 8 (caches of this library are multiples of 64). Triton does not read
-dead slots at all: where most slots are dead it should be the better one on Hopper, too.
+S that is no multiple of 8 (caches of this library are multiples of 64), and G of 9 and more that is
+none. Triton does not read dead slots at all: where most slots are dead it should be the better one
+on Hopper, too.
 
 Both modules are imported where they are used: each needs a part of JAX that a version may lack.
 """
@@ -77,10 +78,10 @@ def decode_attention(
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel must be None or one of {', '.join(KERNELS)}, got {kernel!r}")
     target = find_target(keys) if target is None else target
-    module = _module(choose_kernel(keys, target) if kernel is None else kernel)
+    batch, num_kv_heads, slots, head_dim = keys.shape
+    group = query.shape[1] // num_kv_heads
+    module = _module(choose_kernel(group, keys, target) if kernel is None else kernel)
     if tiles is None:
-        batch, num_kv_heads, slots, head_dim = keys.shape
-        group = query.shape[1] // num_kv_heads
         tiles = module.choose_tiles(
             batch, num_kv_heads, group, slots, head_dim, keys.dtype.itemsize, cores=target.cores
         )
@@ -97,9 +98,9 @@ def decode_attention(
     )
 
 
-def choose_kernel(keys: Array | jax.ShapeDtypeStruct, target: Target) -> str:
-    """The default kernel for keys [B, K, S, D] on a GPU, one of ``KERNELS``."""
-    if target.hopper and _module("mosaic").why_not(keys) is None:
+def choose_kernel(group: int, keys: Array | jax.ShapeDtypeStruct, target: Target) -> str:
+    """The default kernel for G query heads on keys [B, K, S, D], one of ``KERNELS``."""
+    if target.hopper and _module("mosaic").why_not(group, keys) is None:
         return "mosaic"
     return "triton"
 
@@ -112,7 +113,8 @@ def find_target(array: Array) -> Target:
     one of the first two, as Pallas itself does. If none is a GPU, what runs on any from Ampere on.
     """
     meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(array).sharding.mesh)
-    devices = [*(mesh.abstract_device for mesh in meshes), jax.config.jax_default_device]
+    default = jax.config.jax_default_device  # pyright: ignore
+    devices = [*(mesh.abstract_device for mesh in meshes), default]
     for device in devices:
         known = isinstance(device, jax.Device | jax.sharding.AbstractDevice)  # not a mere "cuda"
         if known and device.platform in ("gpu", "cuda"):

@@ -71,8 +71,8 @@ def choose_tiles(
     return Tiles(block, splits, stages)
 
 
-def why_not(keys: Array | jax.ShapeDtypeStruct) -> str | None:
-    """Why the kernel cannot take keys [B, K, S, D]; None if it can."""
+def why_not(group: int, keys: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why the kernel cannot take G query heads on keys [B, K, S, D]; None if it can."""
     slots, head_dim = keys.shape[2:]
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wgmma multiplies bfloat16 and float16, not {keys.dtype}"
@@ -80,6 +80,8 @@ def why_not(keys: Array | jax.ShapeDtypeStruct) -> str | None:
         return f"head_dim must be 64, 128 or 256, got {head_dim}"
     if slots % 8:
         return f"S must be a multiple of 8, as TMA's tiles are, got {slots}"
+    if group > 8 and group % 8:
+        return f"G must be below 8 or a multiple of 8, as TMA's tiles are, got {group}"
     return None
 
 
@@ -117,18 +119,17 @@ def decode_attention(
     Raises:
       ValueError: what ``why_not`` says, or there is no interpreter (while tracing).
     """
-    reason = why_not(keys)
+    batch, num_heads, head_dim = query.shape
+    num_kv_heads, slots = keys.shape[1:3]
+    group = num_heads // num_kv_heads
+    reason = why_not(group, keys)
     if reason is not None:
         raise ValueError(reason)
     if interpret and jax.__version_info__ < (0, 12):
         raise ValueError(f"interpreting wgmma needs jax 0.12, got {jax.__version__}")
-    batch, num_heads, head_dim = query.shape
-    num_kv_heads, slots = keys.shape[1:3]
     partition = gpu_merge.cut(slots, tiles.slots, tiles.splits)
-    group = num_heads // num_kv_heads
     spec = _Spec(scale, soft_cap, group, head_dim, partition, tiles.stages)
     grouped = query.reshape(batch, num_kv_heads, group, head_dim)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, spec.columns - group), (0, 0)))
     shapes = gpu_merge.partial_shapes(query, num_kv_heads, partition, mass=return_mass)
     # A group's outputs of all splits in one axis: TMA stores a matrix, so the split cannot lie
     # between its axes.
@@ -141,7 +142,7 @@ def decode_attention(
         scratch_types=_scratch(spec, query.dtype, mass=return_mass),
         compiler_params=mgpu.CompilerParams(approx_math=True),
         kernel_name="decode_attention",
-        interpret=mgpu.InterpretGPUParams() if interpret is True else interpret or None,
+        interpret=mgpu.InterpretGPUParams() if interpret is True else interpret or None,  # pyright: ignore
     )
     partials = kernel(grouped, keys, values, _pack_bits(valid, partition))
     partials = (partials[0].reshape(shapes[0].shape), *partials[1:])
@@ -220,7 +221,7 @@ class _Row:
 
 
 def _kernel(spec: _Spec, query, keys, values, words, output, log_sums, *mass, **shared):
-    # query [B, K, columns, D], of which G columns count; keys, values [B, K, S, D]
+    # query [B, K, G, D]; keys, values [B, K, S, D]
     # words [B, words] or [B, K, words]; output [B, K, G, P * D]; log_sums [B, K, G, P]
     # mass: codes [B, K, G, slots], tops [B, K, G, blocks]
     batch, head, split = (jax.lax.axis_index(name) for name in ("batch", "kv_head", "split"))
@@ -229,7 +230,8 @@ def _kernel(spec: _Spec, query, keys, values, words, output, log_sums, *mass, **
     at = (batch, head)
     words = words.at[batch] if len(words.shape) == 2 else words.at[at]
     row = _Row(keys.at[at], values.at[at], words, tuple(ref.at[at] for ref in mass), shared)
-    mgpu.copy_gmem_to_smem(query.at[at], shared["query_s"], shared["query_here"])
+    query = query.at[(*at, _group(spec, split))]
+    mgpu.copy_gmem_to_smem(query, shared["query_s"], shared["query_here"])
     for stage in range(spec.stages):
         pl.when(first + stage < last)(functools.partial(_fetch, spec, row, first + stage, stage))
     mgpu.barrier_wait(shared["query_here"])
@@ -259,7 +261,7 @@ def _slots(spec: _Spec, i):
 
 
 def _group(spec: _Spec, anything: Array):
-    """The rows of an array [G, ...] that correspond to the columns; TMA skips those beyond G.
+    """The rows of an array [G, ...] that are the columns here; beyond G, TMA reads 0 and skips.
 
     A start that is not known while tracing, for Pallas refuses a known slice that is too long.
     """
@@ -292,7 +294,7 @@ def _step(spec: _Spec, row: _Row, i, stage, carry):
     mgpu.barrier_wait(shared["keys_here"].at[stage])
     logits = _matmul(shared["keys_s"].at[stage], shared["query_s"].T)
     logits = gpu_merge.base2_logits(logits, spec.scale, spec.soft_cap)
-    live = _bits(held, logits.shape)
+    live = _bits(held, logits.shape)  # pyright: ignore
     logits = jnp.where(live, logits, MASK_VALUE)
     new_top = jnp.maximum(top, jnp.max(logits, axis=0))
     exponents = logits - _down(new_top, logits)
@@ -320,7 +322,7 @@ def _matmul(a, b) -> Array:
         return accumulator[...]
 
     shape = (a.shape[0], b.shape[1])
-    return pl.run_scoped(multiply, mgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, mgpu.ACC(shape, jnp.float32))  # pyright: ignore
 
 
 def _down(row: Array, like: Array) -> Array:

@@ -32,8 +32,8 @@ def refusal(shape: tuple[int, ...]) -> str | None:
     >>> refusal((32, 131072))
     'the TPU kernel holds whole rows in VMEM: 8 rows of 131072 slots do not fit'
     """
-    rows = _block_rows(shape)[1]
-    if len(shape) > 2 and _whole_sublanes(shape[-2]) != shape[-2]:
+    rows, rank = _block_rows(shape)[1], len(shape)
+    if rank > 2 and _whole_sublanes(shape[-2]) != shape[-2]:
         # XLA lays such arrays out with another axis beside the slots, and would copy them.
         return (
             f"the TPU kernel takes 1, 2, 4 or a multiple of 8 of the last leading axis, got {shape}"
