@@ -39,7 +39,7 @@ def decode_attention(
       keys: [B, K, S, D] float; dead slots may hold anything, NaN included.
       values: [B, K, S, D] float; likewise.
       valid: [B, S] or [B, K, S] bool, the slots that are held.
-      scale: multiplier of the logits; None means D ** -0.5.
+      scale: multiplier of the logits, static; None means D ** -0.5.
       soft_cap: above 0; cap(x) = soft_cap * tanh(x / soft_cap), as in Gemma 2. None: cap(x) = x.
       return_mass: False leaves the mass out, for steps that do not score.
       implementation: one of ``IMPLEMENTATIONS``, which raises where it cannot run; None takes the

@@ -27,7 +27,9 @@ SHAPES = [
 # Half precision takes the same path, so it gets the awkward shapes alone.
 CASES = [(shape, "float32") for shape in SHAPES]
 CASES += [(shape, dtype) for shape in (SHAPES[0], SHAPES[1], SHAPES[4]) for dtype in HALF]
-attend = jax.jit(decode_attention, static_argnames=("soft_cap", "return_mass", "implementation"))
+attend = jax.jit(
+    decode_attention, static_argnames=("scale", "soft_cap", "return_mass", "implementation")
+)
 
 
 def random_inputs(shape, dtype, seed=0):
