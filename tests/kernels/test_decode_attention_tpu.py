@@ -13,6 +13,7 @@ from inertiakv_jax.pallas_kernels.decode_attention.tpu_tiles import Tiles, choos
 
 
 class TestTpu(DecodeAttentionContract):
+    # Observed: output 6.1e-7 in float32, 7.2e-3 in bfloat16; mass 4.5e-7. The suite's tolerances.
     def attend(self, *inputs, **options):
         return tpu.decode_attention(*inputs, interpret=True, **options)
 
