@@ -46,6 +46,9 @@ STYLE = (
 
 def main() -> None:
     """Run the process's own arguments, keep compiled programs for the next time, and exit."""
+    # Closed by the caller (>&-), Python has None there, which not everything can write to.
+    sys.stdout = sys.stdout or io.StringIO()
+    sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an answer may have letters that it cannot show
             stream.reconfigure(errors="replace")

@@ -177,6 +177,8 @@ def read_prompt(prompt: str, file: Path | None) -> str:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:  # closed by the caller (<&-)
+        raise ValueError("standard input is closed")
     return _decoded(sys.stdin.buffer.read(), "standard input")
 
 

@@ -140,6 +140,26 @@ def test_reader_that_has_had_enough_is_no_error(tiny_model):
     assert done.stderr == ""
 
 
+def test_closed_output_is_written_to_nobody(tiny_model):
+    """As ``inertiakv generate ... >&-``."""
+    command = [sys.executable, "-m", "inertiakv_jax", "generate", "x"]
+    options = ["--model", str(tiny_model), "--max-new-tokens", "2"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "prefill" in done.stderr
+
+
+def test_closed_input(inertiakv, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    done = inertiakv("generate", "-")
+    assert (done.code, done.err) == (2, "error: standard input is closed\n")
+
+
 def test_help_imports_nothing_that_is_slow():
     code = (
         "import sys\n"
