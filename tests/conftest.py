@@ -27,6 +27,13 @@ def missing(what: str) -> None:
     pytest.skip(what)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Each takes memory mappings, of which Linux lets a process have 65,530: then LLVM aborts."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32, a LanguageModel."""

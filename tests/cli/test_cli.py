@@ -137,7 +137,9 @@ def test_reader_that_has_had_enough_is_no_error(tiny_model):
     )
     os.close(write)
     assert done.returncode == 1
-    assert done.stderr == ""
+    # Not empty where a CUDA plugin is installed: it says that there is no GPU.
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
 
 
 def test_closed_output_is_written_to_nobody(tiny_model):

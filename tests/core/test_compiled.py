@@ -37,7 +37,8 @@ BIG = DecoderModel(CONFIG)
 def run(policy, rows=None, **options):
     state, token = prefilled(policy, rows)
     state, tokens = decoded(state, token, policy, **options)
-    return decoded(state, tokens[:, -1], policy, steps=5, **options)
+    last = tokens[:, options.get("limit", STEPS) - 1]
+    return decoded(state, last, policy, steps=5, **options)
 
 
 @pytest.mark.parametrize("name", ["full", "inertiakv"])
