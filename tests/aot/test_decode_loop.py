@@ -11,7 +11,11 @@ LAYERS, BATCH, SLOTS = 2, 8, 6528  # a tenth of 64k tokens, in its bucket
 KV_HEADS, HEAD_DIM, DEVICES = 8, 128, 8
 LEAF = rf"bf16\[{BATCH},{KV_HEADS // DEVICES},{SLOTS},{HEAD_DIM}\]"
 LEAF_BYTES = BATCH * SLOTS * HEAD_DIM * 2  # one kv head a device
-KERNEL = {"v5e": "tpu_custom_call", "h100": "mosaic_gpu_v2"}
+KERNEL = {
+    "v5e": "tpu_custom_call",
+    "a100": re.escape("__gpu$xla.gpu.triton"),
+    "h100": "mosaic_gpu_v2",
+}
 
 
 @pytest.fixture(scope="module", params=sorted(KERNEL))
