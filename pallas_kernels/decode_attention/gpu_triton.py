@@ -67,9 +67,13 @@ def choose_tiles(
     block = _BLOCK_BYTES // (pl.next_power_of_2(head_dim) * itemsize)
     block = min(max(block, _FEWEST_SLOTS), _MOST_SLOTS)
     splits = gpu_merge.choose_splits(batch * num_kv_heads, slots, block, _RESIDENT * cores)
-    # Without tensor cores, operands of products live in registers: float32 needs more of them.
-    rows = pl.next_power_of_2(group) if itemsize == 4 else 1
-    return Tiles(block, splits, num_warps=min(max(rows // 2, 4), 16))
+    # More threads where registers would spill. (float32 is not for tensor cores here, so that the
+    # operands of products live in registers.)
+    rows = pl.next_power_of_2(group)
+    num_warps = 8 if head_dim > 128 or rows > 16 else 4
+    if itemsize == 4:
+        num_warps = min(max(rows, num_warps), 16)
+    return Tiles(block, splits, num_warps)
 
 
 def decode_attention(
