@@ -51,7 +51,7 @@ class TestTriton(DecodeAttentionContract):
 
 
 class Mosaic(DecodeAttentionContract):
-    """Not the whole contract, most of which is in float32; the interpreter takes a second a call."""
+    """Not the whole contract, mostly float32; the interpreter takes a second a call."""
 
     mass_tolerance = MASS_TOLERANCE
     total_tolerance = TOTAL_TOLERANCE
@@ -98,6 +98,8 @@ def test_mosaic_tiles_do_not_change_the_numbers(tiles):
 
 
 @needs_interpreter
+# The interpreter multiplies in NumPy, which says so when a dead key is NaN; its logit is masked.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_mosaic_dead_slots_may_hold_anything():
     query, keys, values = random_inputs((2, 4, 2, 152, 64), "bfloat16")
     valid = jnp.asarray(random_valid((2, 4, 2, 152, 64), "empty_row"))
@@ -298,7 +300,7 @@ def test_refusals_name_what_was_given():
         attend((1, 4, 2, 64, 96), kernel="mosaic")
     with pytest.raises(ValueError, match="S must be a multiple of 8, as TMA's tiles are, got 65"):
         attend((1, 4, 2, 65, 64), kernel="mosaic")
-    with pytest.raises(ValueError, match="G must be below 8 or a multiple of 8.*got 12"):
+    with pytest.raises(ValueError, match=r"G must be below 8 or a multiple of 8.*got 12"):
         attend((1, 12, 1, 64, 64), kernel="mosaic")
 
 
