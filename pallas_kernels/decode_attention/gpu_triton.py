@@ -1,8 +1,20 @@
 """Decode attention on NVIDIA GPUs from Ampere on, by way of Pallas-Triton.
 
 A thread block reads the keys and values of one kv head in one split of its row, block by block
-through shared memory (cp.async, double buffered), with an online softmax in registers. The query
+through shared memory (cp.async, two blocks ahead), with an online softmax in registers. The query
 heads of the group are the rows of both matrix products. ``gpu_merge`` does the rest.
+
+Loads of keys and values carry the mask of the slots: a dead slot, or one beyond S, is not read but
+0. Nothing has to be cleared afterwards, and dead slots cost no bytes.
+
+With D = 128, G = 4 and bfloat16 ptxas reports, with mass and without, 80 and 64 registers a thread
+on A100 and 72 and 64 on H100 (jax 0.10.2: 96 and 72, 80 and 72), no spills, and 66 KiB of shared
+memory: two thread blocks an SM. float32 products run on the ordinary cores, for TF32 would lose 13
+bits; they fit up to G = 32. Compiled ahead of time for A100 and H100, numbers checked in interpret
+mode; never run on a GPU.
+
+Triton before jax 0.12 checks no bounds: every load and store here has a mask, or cannot leave its
+array.
 """
 
 import dataclasses
