@@ -203,12 +203,16 @@ def _write_and_attend(
 def _write_token(cache: Array, token: Array, slot: Array) -> Array:
     """Put a [B, K, D] key or value into slot [B] of [B, K, S, D], in place; slot S is dropped.
 
-    One scatter row per kv head, and a barrier behind: XLA:CPU (jax 0.10) turns the update of a
-    single row into one it fuses with each reader, copying the cache three times a step.
+    One scatter row per kv head, at least two, and a barrier behind: XLA:CPU (jax 0.10) turns the
+    update of a single row into one it fuses with each reader, copying the cache three times a step.
     """
-    batch, num_kv_heads = cache.shape[:2]
-    rows, heads = jnp.arange(batch)[:, None], jnp.arange(num_kv_heads)[None]
-    written = cache.at[rows, heads, slot[:, None]].set(token, mode="drop", unique_indices=True)
+    batch, num_kv_heads, slots, head_dim = cache.shape
+    rows, heads, places = jnp.arange(batch)[:, None], jnp.arange(num_kv_heads)[None], slot[:, None]
+    if batch == num_kv_heads == 1:
+        heads = jnp.zeros((1, 2), jnp.int32)
+        places = jnp.concatenate([places, jnp.full_like(places, slots + 1)], axis=1)  # dropped
+        token = jnp.broadcast_to(token, (1, 2, head_dim))
+    written = cache.at[rows, heads, places].set(token, mode="drop", unique_indices=True)
     return jax.lax.optimization_barrier(written)
 
 
