@@ -1,46 +1,48 @@
-"""Sizes and constants of a decoder, parsed from a Hugging Face ``config.json``."""
+"""Sizes and constants of a decoder: everything that tells one model family from another."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
-from inertiakv_jax.rope_scaling import (
-    RopeScaling,
-    as_float,
-    frequency_divisors,
-    parse_hf_rope,
-    plain_frequencies,
-)
+from inertiakv_jax.rope_scaling import RopeScaling, inverse_frequencies
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+"""Supported families, by ``model_type`` of config.json."""
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+MAX_LAYERS = 10_000  # a corrupt file must not make us count to a billion
 
 
 @dataclass(frozen=True)
-class Family:
-    """What Hugging Face leaves unsaid about a model type: class defaults and fixed biases.
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP.
 
-    ``None`` for a bias means that config.json decides.
+    Attributes:
+        num_experts: X, experts of a layer.
+        num_per_token: experts that each token is sent to, the ones its router likes best.
+        intermediate_size: width of one expert.
+        normalize_weights: the weights of a token's experts are scaled to sum to 1.
+        dense_layers: layers that keep a plain MLP of ``ModelConfig.intermediate_size``.
     """
 
-    num_kv_heads: int | None  # default of num_key_value_heads; None: as many as query heads
-    max_position_embeddings: int
-    attention_bias: bool | None
-    attention_out_bias: bool | None
-    mlp_bias: bool | None
-    sliding_window: int | None  # default when config.json does not say
-    bos_token_id: int | None
-    eos_token_id: int | None
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    normalize_weights: bool = True
+    dense_layers: tuple[int, ...] = ()
 
-
-# Defaults of LlamaConfig, MistralConfig and Qwen2Config in transformers.
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(None, 2048, None, None, None, None, 1, 2),
-    "mistral": Family(8, 131072, False, False, False, 4096, 1, 2),
-    "qwen2": Family(32, 32768, True, False, False, None, None, None),
-}
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that no mixture can have."""
+        _check_sizes(self)
+        if self.num_per_token > self.num_experts:
+            raise ValueError(
+                f"num_per_token must be at most num_experts, got {self.num_per_token} and "
+                f"{self.num_experts}"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ModelConfig:
     """Sizes and constants of one decoder-only model.
 
     Attributes:
-        family: "llama", "mistral" or "qwen2" (``model_type`` of config.json).
+        family: one of ``FAMILIES``.
         vocab_size: V, rows of the embedding.
         hidden_size: H, width of the residual stream.
         intermediate_size: width of the MLP.
@@ -59,11 +61,23 @@ class ModelConfig:
         rms_norm_eps: added to the mean square in every RMSNorm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: None for plain rotary embeddings.
+        local_rope_theta: base in ``local_layers``, without scaling; None: as everywhere.
         max_position_embeddings: longest sequence, in tokens, the model was made for.
         tie_word_embeddings: logits use the embedding; there is no lm_head.
         attention_bias: q, k and v projections have biases.
         attention_out_bias: the output projection of attention has a bias.
         mlp_bias: the three MLP projections have biases.
+        qk_norm: each head's query and key is normed before it is rotated.
+        post_norms: the outputs of attention and MLP are normed before they are added, too.
+        unit_offset_norms: norm weights are stored as their difference from 1.
+        activation: of the MLP, "silu" or "gelu_tanh".
+        scale_embeddings: embeddings are multiplied by sqrt(H).
+        query_scale_dim: attention logits are divided by its square root; None: by D's.
+        attention_soft_cap: attention logits x become cap * tanh(x / cap); None: they stay.
+        logits_soft_cap: the same for the model's logits.
+        sliding_window: tokens that ``local_layers`` attend to, the query's own included.
+        local_layers: layers, ascending, that attend to the window only.
+        experts: None for plain MLPs.
         bos_token_id: token that begins a text, or None.
         eos_token_ids: tokens that end a text, in order of declaration; may be empty.
     """
@@ -79,11 +93,23 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    unit_offset_norms: bool = False
+    activation: str = "silu"
+    scale_embeddings: bool = False
+    query_scale_dim: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    sliding_window: int | None = None
+    local_layers: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -91,12 +117,9 @@ class ModelConfig:
         """Raise ValueError for sizes that no decoder can have."""
         if self.family not in FAMILIES:
             raise ValueError(f"family {self.family!r} is not one of {', '.join(FAMILIES)}")
-        for field in fields(self):
-            # `from __future__ import annotations` makes field types strings.
-            if field.type == "int" and getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
-                )
+        _check_sizes(self)
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
@@ -104,177 +127,92 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0.0):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}"
+            )
+        self._check_constants()
+        self._check_layers()
         tokens = (*self.eos_token_ids, *(() if self.bos_token_id is None else [self.bos_token_id]))
         if any(not 0 <= token < 2**31 for token in tokens):
             raise ValueError(f"bos/eos token ids must lie in 0 .. 2**31 - 1, got {tokens}")
+
+    def _check_constants(self) -> None:
+        for name, lowest in (
+            *(("rms_norm_eps", 0.0), ("rope_theta", 1.0), ("local_rope_theta", 1.0)),
+            *(("query_scale_dim", 0.0), ("attention_soft_cap", 0.0), ("logits_soft_cap", 0.0)),
+        ):
+            value = getattr(self, name)
+            if value is not None and not lowest < value < math.inf:
+                raise ValueError(f"{name} must be a number above {lowest:g}, got {value!r}")
+
+    def _check_layers(self) -> None:
+        for name, layers in (
+            ("local_layers", self.local_layers),
+            ("dense_layers", self.experts.dense_layers if self.experts else ()),
+        ):
+            ascending = all(a < b for a, b in itertools.pairwise(layers))
+            if not ascending or (layers and not 0 <= layers[0] <= layers[-1] < self.num_layers):
+                raise ValueError(
+                    f"{name} must be ascending indices of {self.num_layers} layers, got {layers}"
+                )
+        if self.local_layers and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(
+                f"local_layers need a sliding_window of at least 1, got {self.sliding_window}"
+            )
 
     @property
     def num_query_groups(self) -> int:
         """G = N // K, query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """One window in tokens per layer, None for a layer that attends to all.
+
+        A window as long as the longest text hides nothing and counts as none.
+        """
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return (None,) * self.num_layers
+        return tuple(window if i in self.local_layers else None for i in range(self.num_layers))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts instead of an MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token takes over all layers.
+        """Bytes of keys and values by which one more token lets the full cache grow.
+
+        Layers with a sliding window do not count: theirs stops growing at the window.
 
         Args:
             dtype_bytes: bytes of one number of the cache: 4 for float32, 2 for bfloat16.
         """
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return self.sliding_windows.count(None) * self._kv_bytes_of_a_layer(dtype_bytes)
+
+    def window_kv_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values that the layers with a sliding window hold, all full."""
+        windows = sum(window for window in self.sliding_windows if window is not None)
+        return windows * self._kv_bytes_of_a_layer(dtype_bytes)
+
+    def _kv_bytes_of_a_layer(self, dtype_bytes: int) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def rope_inverse_frequencies(self) -> np.ndarray:
-        """Radians per position of each rotated pair, [D / 2] float32, scaling applied.
+        """Radians per position of each rotated pair, [D / 2] float32, scaling applied."""
+        return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
-        Computed in float64 and rounded once.
-        """
-        frequencies = plain_frequencies(self.head_dim, self.rope_theta)
-        if self.rope_scaling is not None:
-            frequencies = frequencies / frequency_divisors(frequencies, self.rope_scaling)
-        return frequencies.astype(np.float32)
-
-    @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> ModelConfig:
-        """Parse the dict of a Hugging Face ``config.json``.
-
-        Args:
-            config: parsed config.json, in the form of transformers 4 (``rope_theta``,
-                ``rope_scaling``) or 5 (``rope_parameters``).
-            generation_config: parsed generation_config.json; its ``eos_token_id`` are added.
-
-        Raises:
-            ValueError: a field is missing, of the wrong type, or asks for something that is not
-                implemented; the message names the field.
-        """
-        name = config.get("model_type", "(none given)")
-        if not isinstance(name, str) or name not in FAMILIES:
-            raise ValueError(
-                f"architecture {name!r} (model_type) is not supported; supported: "
-                f"{', '.join(FAMILIES)}"
-            )
-        family = FAMILIES[name]
-        _refuse_what_is_not_implemented(config, name, family)
-        hidden_size = _integer(config, "hidden_size")
-        num_heads = _integer(config, "num_attention_heads")
-        theta, scaling = parse_hf_rope(config)
-        eos = _token_ids(config, "eos_token_id", family.eos_token_id)
-        if generation_config is not None:
-            eos += _token_ids(generation_config, "eos_token_id", None)
-        bos = _token_ids(config, "bos_token_id", family.bos_token_id)
-        return cls(
-            family=name,
-            vocab_size=_integer(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_integer(config, "intermediate_size"),
-            num_layers=_integer(config, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=_integer(config, "num_key_value_heads", family.num_kv_heads or num_heads),
-            head_dim=_head_dim(config, hidden_size, num_heads),
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position_embeddings=_integer(
-                config, "max_position_embeddings", family.max_position_embeddings
-            ),
-            tie_word_embeddings=_boolean(config, "tie_word_embeddings"),
-            attention_bias=_bias(config, "attention_bias", family.attention_bias),
-            attention_out_bias=_bias(config, "attention_bias", family.attention_out_bias),
-            mlp_bias=_bias(config, "mlp_bias", family.mlp_bias),
-            bos_token_id=bos[0] if bos else None,
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-        )
+    def local_rope_inverse_frequencies(self) -> np.ndarray:
+        """The same in ``local_layers``."""
+        if self.local_rope_theta is None:
+            return self.rope_inverse_frequencies()
+        return inverse_frequencies(self.head_dim, self.local_rope_theta, None)
 
 
-def _refuse_what_is_not_implemented(config: Mapping[str, Any], name: str, family: Family) -> None:
-    """Raise ValueError naming the first field that would change the computation."""
-    architectures = _names(config, "architectures")
-    if architectures and not any(str(a).endswith("ForCausalLM") for a in architectures):
-        raise ValueError(
-            f"architectures {architectures} is not supported; supported: "
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"
-        )
-    if config.get("quantization_config"):
-        raise ValueError(
-            "quantization_config is not supported: load the unquantised weights, or a .gguf file"
-        )
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
-    layer_types = set(_names(config, "layer_types") or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ValueError(
-            f"layer_types {sorted(layer_types)} is not supported; supported: "
-            "full_attention in every layer"
-        )
-    if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window true is not supported; supported: false")
-    window = config.get("sliding_window", family.sliding_window)
-    context = _integer(config, "max_position_embeddings", family.max_position_embeddings)
-    # Qwen2 configs carry a window that use_sliding_window false switches off. A window no shorter
-    # than the context never hides a token.
-    if (
-        name == "mistral"
-        and window is not None
-        and not (isinstance(window, int) and window >= context)
-    ):
-        raise ValueError(
-            f"sliding_window {window} is not supported; supported: null (config.json without the "
-            f"field means {family.sliding_window})"
-        )
-
-
-def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
-    if config.get("head_dim") is not None:
-        return _integer(config, "head_dim")
-    if hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and "
-            "head_dim is not given"
-        )
-    return hidden_size // num_heads
-
-
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
-    return value
-
-
-def _names(config: Mapping[str, Any], key: str) -> list[str]:
-    value = config.get(key)
-    value = [] if value is None else value
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{key} must be a list of strings, got {value!r:.80}")
-    return list(value)
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{key} must be a number, got {value!r}")
-    return as_float(value, key)
-
-
-def _boolean(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, got {value!r}")
-    return value
-
-
-def _bias(config: Mapping[str, Any], key: str, fixed: bool | None) -> bool:
-    return _boolean(config, key) if fixed is None else fixed
-
-
-def _token_ids(config: Mapping[str, Any], key: str, default: int | None) -> tuple[int, ...]:
-    value = config.get(key, default)
-    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"{key} must be an integer, a list of integers or null, got {value!r}")
-    return tuple(ids)
+def _check_sizes(config: ExpertsConfig | ModelConfig) -> None:
+    """Raise ValueError for an integer field below 1."""
+    for field in fields(config):
+        # `from __future__ import annotations` makes field types strings.
+        if field.type == "int" and getattr(config, field.name) < 1:
+            raise ValueError(f"{field.name} must be at least 1, got {getattr(config, field.name)}")

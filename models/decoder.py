@@ -1,15 +1,25 @@
-"""A decoder-only transformer in Flax: the Llama family, Mistral and Qwen2 by configuration."""
+"""A decoder-only transformer in Flax; the model families differ by configuration only."""
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.models.layers import (
+    ACTIVATIONS,
+    RMSNorm,
+    Rotation,
+    linear,
+    matmul_transposed,
+    rotary_embedding,
+    rotate,
+    scaled,
+    soft_cap,
+)
 from inertiakv_jax.typing import CacheT, Params
 
 
@@ -58,6 +68,11 @@ class DecoderModel:
         return self.config.max_position_embeddings
 
     @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """One window in tokens per layer, the query's own included; None attends to all."""
+        return self.config.sliding_windows
+
+    @property
     def module(self) -> "Decoder":
         """The Flax module."""
         return Decoder(self.config, jnp.dtype(self.dtype))
@@ -71,6 +86,10 @@ class DecoderModel:
     def logits(self, params: Params, hidden: Array) -> Array:
         """Final norm and head: [..., H] to [..., V] float32."""
         return self.module.apply({"params": params}, hidden, method="logits")  # pyright: ignore
+
+    def rotary(self, positions: Array) -> Rotation:
+        """The rotation of layers without a window: cosine and sine, [B, C, 1, D / 2] float32."""
+        return rotary_embedding(self.config, positions)
 
     def init(self, key: Array) -> Params:
         """Random parameters, for tests and sizes; also under ``jax.eval_shape``."""
@@ -88,24 +107,32 @@ class Decoder(nn.Module):
         config, dtype = self.config, self.dtype
         self.embed = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype)
         self.layers = [Block(config, dtype, layer) for layer in range(config.num_layers)]
-        self.final_norm = RMSNorm(config.rms_norm_eps, dtype)
+        self.final_norm = _norm(config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = _dense(config.vocab_size, dtype, bias=False)
+            self.lm_head = linear(config.vocab_size, dtype, bias=False)
 
     def __call__(self, tokens: Array, positions: Array, cache: CacheT) -> tuple[Array, CacheT]:
         """Map [B, C] tokens at [B, C] positions to [B, C, H], before the final norm."""
-        rotation = rotary_embedding(self.config, positions)
+        config = self.config
+        rotation = rotary_embedding(config, positions)
+        local_rotation = rotary_embedding(config, positions, local=True)
         hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden, cache = layer(hidden, rotation, cache)
+        if config.scale_embeddings:
+            # Rounded to the model's dtype first, as these models were trained.
+            hidden = hidden * jnp.asarray(config.hidden_size**0.5, self.dtype)
+        for index, layer in enumerate(self.layers):
+            local = index in config.local_layers
+            hidden, cache = layer(hidden, local_rotation if local else rotation, cache)
         return hidden, cache
 
     def logits(self, hidden: Array) -> Array:
         """Map [..., H] to [..., V] float32."""
         hidden = self.final_norm(hidden)
         if self.config.tie_word_embeddings:
-            return _matmul_transposed(hidden, self.embed.embedding)
-        return self.lm_head(hidden).astype(jnp.float32)
+            logits = matmul_transposed(hidden, self.embed.embedding)
+        else:
+            logits = self.lm_head(hidden).astype(jnp.float32)
+        return soft_cap(logits, self.config.logits_soft_cap)
 
     def init_all(self) -> Array:
         """Touch every parameter, for ``init``."""
@@ -115,25 +142,27 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and gated MLP, each on a normed residual."""
+    """One decoder layer: attention and MLP, each on a normed residual."""
 
     config: ModelConfig
     dtype: jnp.dtype
     layer: int
 
     @nn.compact
-    def __call__(
-        self, hidden: Array, rotation: tuple[Array, Array], cache: CacheT
-    ) -> tuple[Array, CacheT]:
+    def __call__(self, hidden: Array, rotation: Rotation, cache: CacheT) -> tuple[Array, CacheT]:
         """Map [B, C, H] to [B, C, H], and the cache to the next."""
         config, dtype = self.config, self.dtype
-        normed = RMSNorm(config.rms_norm_eps, dtype, name="input_norm")(hidden)
-        attended, cache = Attention(config, dtype, self.layer, name="attention")(
-            normed, rotation, cache
-        )
+        norm = partial(_norm, config, dtype)
+        attention = Attention(config, dtype, self.layer, name="attention")
+        mlp = GatedMLP(config, dtype, name="mlp")
+        attended, cache = attention(norm(name="input_norm")(hidden), rotation, cache)
+        if config.post_norms:
+            hidden = hidden + norm(name="post_attention_norm")(attended)
+            mapped = mlp(norm(name="pre_feedforward_norm")(hidden))
+            return hidden + norm(name="post_feedforward_norm")(mapped), cache
         hidden = hidden + attended
-        normed = RMSNorm(config.rms_norm_eps, dtype, name="post_attention_norm")(hidden)
-        return hidden + GatedMLP(config, dtype, name="mlp")(normed), cache
+        # Hugging Face's name; without norms on the outputs it is the norm before the MLP.
+        return hidden + mlp(norm(name="post_attention_norm")(hidden)), cache
 
 
 class Attention(nn.Module):
@@ -144,29 +173,41 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(
-        self, hidden: Array, rotation: tuple[Array, Array], cache: CacheT
-    ) -> tuple[Array, CacheT]:
+    def __call__(self, hidden: Array, rotation: Rotation, cache: CacheT) -> tuple[Array, CacheT]:
         """Map [B, C, H] to [B, C, H], and the cache to the next."""
         config = self.config
-        project = partial(_dense, dtype=self.dtype, bias=config.attention_bias)
-        query = project(config.num_heads * config.head_dim, name="q_proj")(hidden)
-        key = project(config.num_kv_heads * config.head_dim, name="k_proj")(hidden)
-        value = project(config.num_kv_heads * config.head_dim, name="v_proj")(hidden)
-        batch, length, _ = hidden.shape
-        query = query.reshape(batch, length, config.num_heads, config.head_dim)
-        key = key.reshape(batch, length, config.num_kv_heads, config.head_dim)
-        value = value.reshape(batch, length, config.num_kv_heads, config.head_dim)
+        query = self._heads(hidden, config.num_heads, "q_proj")
+        key = self._heads(hidden, config.num_kv_heads, "k_proj")
+        value = self._heads(hidden, config.num_kv_heads, "v_proj")
+        if config.qk_norm:
+            query = _norm(config, self.dtype, name="q_norm")(query)
+            key = _norm(config, self.dtype, name="k_norm")(key)
+        # The cache divides by sqrt(D); what a model wants otherwise goes into its queries.
+        query_scale = (config.head_dim / (config.query_scale_dim or config.head_dim)) ** 0.5
         output, cache = cache.attend(
-            self.layer, rotate(query, rotation), rotate(key, rotation), value
+            self.layer,
+            rotate(query, scaled(rotation, query_scale)),
+            rotate(key, rotation),
+            value,
+            **self._options(),
         )
-        output = output.reshape(batch, length, config.num_heads * config.head_dim)
-        back = _dense(config.hidden_size, self.dtype, bias=config.attention_out_bias, name="o_proj")
-        return back(output), cache
+        output = output.reshape(*hidden.shape[:-1], config.num_heads * config.head_dim)
+        bias = config.attention_out_bias
+        return linear(config.hidden_size, self.dtype, bias=bias, name="o_proj")(output), cache
+
+    def _heads(self, hidden: Array, heads: int, name: str) -> Array:
+        """Project [B, C, H] to [B, C, heads, D]."""
+        bias, width = self.config.attention_bias, heads * self.config.head_dim
+        projected = linear(width, self.dtype, bias=bias, name=name)(hidden)
+        return projected.reshape(*hidden.shape[:-1], heads, self.config.head_dim)
+
+    def _options(self) -> dict[str, Any]:
+        cap = self.config.attention_soft_cap
+        return {} if cap is None else {"soft_cap": cap}
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     config: ModelConfig
     dtype: jnp.dtype
@@ -175,56 +216,20 @@ class GatedMLP(nn.Module):
     def __call__(self, hidden: Array) -> Array:
         """Map [..., H] to [..., H]."""
         config = self.config
-        project = partial(_dense, dtype=self.dtype, bias=config.mlp_bias)
+        project = partial(linear, dtype=self.dtype, bias=config.mlp_bias)
         gate = project(config.intermediate_size, name="gate_proj")(hidden)
         up = project(config.intermediate_size, name="up_proj")(hidden)
-        return project(config.hidden_size, name="down_proj")(nn.silu(gate) * up)
+        activated = ACTIVATIONS[config.activation](gate)
+        return project(config.hidden_size, name="down_proj")(activated * up)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 and cast back before the scale, as HF does."""
-
-    epsilon: float
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, hidden: Array) -> Array:
-        """Map [..., H] to [..., H] in the module's dtype."""
-        scale = self.param("scale", nn.initializers.ones, hidden.shape[-1:], self.dtype)
-        wide = hidden.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
-        return normed.astype(self.dtype) * scale.reshape((1,) * (hidden.ndim - 1) + scale.shape)
-
-
-def rotary_embedding(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """Cosine and sine of every rotation angle, [B, C, 1, D / 2] float32 each."""
-    frequencies = jnp.asarray(config.rope_inverse_frequencies())
-    angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
-    """Rotate [B, C, heads, D]: pair (i, i + D/2) by its angle, in float32, back to x's dtype."""
-    cosine, sine = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def _dense(features: int, dtype: DTypeLike, *, bias: bool, name: str | None = None) -> nn.Dense:
-    return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, name=name)
-
-
-def _matmul_transposed(hidden: Array, embedding: Array) -> Array:
-    """[..., H] times [V, H] transposed, float32; the embedding is read as it lies."""
-    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(hidden, embedding, contract, preferred_element_type=jnp.float32)
+def _norm(config: ModelConfig, dtype: jnp.dtype, *, name: str | None = None) -> RMSNorm:
+    return RMSNorm(config.rms_norm_eps, dtype, config.unit_offset_norms, name=name)
 
 
 class _NoCache:
     """Attention output for shapes alone, when parameters are initialised."""
 
-    def attend(self, layer, query, key, value):
-        del layer, key, value
+    def attend(self, layer, query, key, value, soft_cap=None):
+        del layer, key, value, soft_cap
         return query, self

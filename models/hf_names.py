@@ -8,98 +8,114 @@ from dataclasses import dataclass
 
 from inertiakv_jax.config import ModelConfig
 
+Present = Callable[[ModelConfig, int], bool]
+
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table; ``{layer}`` stands for every layer number.
+    """One row of the table.
 
     Attributes:
-        name: tensor name in the checkpoint.
-        path: parameter path, parts separated by "/".
-        shape: shape in the checkpoint, each letter a size: V, H, I (MLP width), Q = N * D and
-            K = num_kv_heads * D. Linear weights are stored [out, in] there.
+        name: tensor name in the checkpoint; ``{layer}`` stands for every layer number and
+            ``{expert}`` for every expert's.
+        path: parameter path, parts separated by "/". The tensors of all experts fill one parameter,
+            which has an axis more in front.
+        shape: shape in the checkpoint, each letter a size: V, H, I (MLP width), Q = N * D,
+            K = num_kv_heads * D, D, X (experts) and M (width of one expert). Linear weights are
+            stored [out, in] there.
         transpose: the parameter is the transposed tensor ([in, out]).
-        present: whether a model of this config has the tensor.
+        present: whether a layer of a model of this config has the tensor.
     """
 
     name: str
     path: str
     shape: str
     transpose: bool = False
-    present: Callable[[ModelConfig], bool] = lambda config: True
+    present: Present = lambda config, layer: True
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor that a checkpoint must have: a row of the table with its numbers filled in."""
+    """One tensor that a checkpoint must have: a row of the table with its numbers filled in.
+
+    ``expert`` is its index along the first axis of the parameter, None for a parameter of its own.
+    """
 
     name: str
     path: tuple[str, ...]
     shape: tuple[int, ...]
     transpose: bool
+    expert: int | None = None
 
 
-def _attention_bias(config: ModelConfig) -> bool:
+def _has_mlp(config: ModelConfig, layer: int) -> bool:
+    return not config.has_experts(layer)
+
+
+def _has_mlp_bias(config: ModelConfig, layer: int) -> bool:
+    return config.mlp_bias and not config.has_experts(layer)
+
+
+def _attention_bias(config: ModelConfig, layer: int) -> bool:
     return config.attention_bias
 
 
-def _attention_out_bias(config: ModelConfig) -> bool:
+def _attention_out_bias(config: ModelConfig, layer: int) -> bool:
     return config.attention_out_bias
 
 
-def _mlp_bias(config: ModelConfig) -> bool:
-    return config.mlp_bias
+def _qk_norm(config: ModelConfig, layer: int) -> bool:
+    return config.qk_norm
 
 
-def _untied(config: ModelConfig) -> bool:
+def _post_norms(config: ModelConfig, layer: int) -> bool:
+    return config.post_norms
+
+
+def _untied(config: ModelConfig, layer: int) -> bool:
     return not config.tie_word_embeddings
 
 
-_LAYER = "model.layers.{layer}."
+def _in_layer(
+    theirs: str,
+    ours: str,
+    shape: str,
+    transpose: bool = False,
+    present: Present = lambda config, layer: True,
+) -> Row:
+    return Row(
+        f"model.layers.{{layer}}.{theirs}", f"layers_{{layer}}/{ours}", shape, transpose, present
+    )
+
+
 TABLE = (
     Row("model.embed_tokens.weight", "embed/embedding", "VH"),
-    Row(_LAYER + "input_layernorm.weight", "layers_{layer}/input_norm/scale", "H"),
-    Row(_LAYER + "self_attn.q_proj.weight", "layers_{layer}/attention/q_proj/kernel", "QH", True),
-    Row(_LAYER + "self_attn.k_proj.weight", "layers_{layer}/attention/k_proj/kernel", "KH", True),
-    Row(_LAYER + "self_attn.v_proj.weight", "layers_{layer}/attention/v_proj/kernel", "KH", True),
-    Row(_LAYER + "self_attn.o_proj.weight", "layers_{layer}/attention/o_proj/kernel", "HQ", True),
-    Row(
-        _LAYER + "self_attn.q_proj.bias",
-        "layers_{layer}/attention/q_proj/bias",
-        "Q",
-        present=_attention_bias,
+    _in_layer("input_layernorm.weight", "input_norm/scale", "H"),
+    _in_layer("self_attn.q_proj.weight", "attention/q_proj/kernel", "QH", True),
+    _in_layer("self_attn.k_proj.weight", "attention/k_proj/kernel", "KH", True),
+    _in_layer("self_attn.v_proj.weight", "attention/v_proj/kernel", "KH", True),
+    _in_layer("self_attn.o_proj.weight", "attention/o_proj/kernel", "HQ", True),
+    _in_layer("self_attn.q_proj.bias", "attention/q_proj/bias", "Q", present=_attention_bias),
+    _in_layer("self_attn.k_proj.bias", "attention/k_proj/bias", "K", present=_attention_bias),
+    _in_layer("self_attn.v_proj.bias", "attention/v_proj/bias", "K", present=_attention_bias),
+    _in_layer("self_attn.o_proj.bias", "attention/o_proj/bias", "H", present=_attention_out_bias),
+    _in_layer("self_attn.q_norm.weight", "attention/q_norm/scale", "D", present=_qk_norm),
+    _in_layer("self_attn.k_norm.weight", "attention/k_norm/scale", "D", present=_qk_norm),
+    _in_layer("post_attention_layernorm.weight", "post_attention_norm/scale", "H"),
+    _in_layer(
+        "pre_feedforward_layernorm.weight", "pre_feedforward_norm/scale", "H", present=_post_norms
     ),
-    Row(
-        _LAYER + "self_attn.k_proj.bias",
-        "layers_{layer}/attention/k_proj/bias",
-        "K",
-        present=_attention_bias,
+    _in_layer(
+        "post_feedforward_layernorm.weight", "post_feedforward_norm/scale", "H", present=_post_norms
     ),
-    Row(
-        _LAYER + "self_attn.v_proj.bias",
-        "layers_{layer}/attention/v_proj/bias",
-        "K",
-        present=_attention_bias,
-    ),
-    Row(
-        _LAYER + "self_attn.o_proj.bias",
-        "layers_{layer}/attention/o_proj/bias",
-        "H",
-        present=_attention_out_bias,
-    ),
-    Row(
-        _LAYER + "post_attention_layernorm.weight",
-        "layers_{layer}/post_attention_norm/scale",
-        "H",
-    ),
-    Row(_LAYER + "mlp.gate_proj.weight", "layers_{layer}/mlp/gate_proj/kernel", "IH", True),
-    Row(_LAYER + "mlp.up_proj.weight", "layers_{layer}/mlp/up_proj/kernel", "IH", True),
-    Row(_LAYER + "mlp.down_proj.weight", "layers_{layer}/mlp/down_proj/kernel", "HI", True),
-    Row(_LAYER + "mlp.gate_proj.bias", "layers_{layer}/mlp/gate_proj/bias", "I", present=_mlp_bias),
-    Row(_LAYER + "mlp.up_proj.bias", "layers_{layer}/mlp/up_proj/bias", "I", present=_mlp_bias),
-    Row(_LAYER + "mlp.down_proj.bias", "layers_{layer}/mlp/down_proj/bias", "H", present=_mlp_bias),
+    _in_layer("mlp.gate_proj.weight", "mlp/gate_proj/kernel", "IH", True, _has_mlp),
+    _in_layer("mlp.up_proj.weight", "mlp/up_proj/kernel", "IH", True, _has_mlp),
+    _in_layer("mlp.down_proj.weight", "mlp/down_proj/kernel", "HI", True, _has_mlp),
+    _in_layer("mlp.gate_proj.bias", "mlp/gate_proj/bias", "I", present=_has_mlp_bias),
+    _in_layer("mlp.up_proj.bias", "mlp/up_proj/bias", "I", present=_has_mlp_bias),
+    _in_layer("mlp.down_proj.bias", "mlp/down_proj/bias", "H", present=_has_mlp_bias),
     Row("model.norm.weight", "final_norm/scale", "H"),
-    Row("lm_head.weight", "lm_head/kernel", "VH", True, present=_untied),
+    Row("lm_head.weight", "lm_head/kernel", "VH", True, _untied),
 )
 
 # Buffers that some checkpoints carry although the model computes them: nothing to load.
@@ -110,24 +126,24 @@ HARMLESS_EXTRAS = re.compile(
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Every tensor that a checkpoint of ``config`` must have, layer by layer."""
+    """Every tensor that a checkpoint of ``config`` must have, row by row, layer by layer."""
     sizes = {
         "V": config.vocab_size,
         "H": config.hidden_size,
         "I": config.intermediate_size,
         "Q": config.num_heads * config.head_dim,
         "K": config.num_kv_heads * config.head_dim,
+        "D": config.head_dim,
     }
     for row in TABLE:
-        if not row.present(config):
-            continue
         for layer in range(config.num_layers if "{layer}" in row.name else 1):
-            yield Tensor(
-                name=row.name.format(layer=layer),
-                path=tuple(row.path.format(layer=layer).split("/")),
-                shape=tuple(sizes[letter] for letter in row.shape),
-                transpose=row.transpose,
-            )
+            if row.present(config, layer):
+                yield Tensor(
+                    name=row.name.format(layer=layer),
+                    path=tuple(row.path.format(layer=layer).split("/")),
+                    shape=tuple(sizes[letter] for letter in row.shape),
+                    transpose=row.transpose,
+                )
 
 
 def is_harmless_extra(name: str, config: ModelConfig) -> bool:

@@ -12,8 +12,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from inertiakv_jax.config import ModelConfig
-from inertiakv_jax.rope_scaling import RopeScaling, frequency_divisors, plain_frequencies
+from inertiakv_jax.rope_scaling import RopeScaling, frequency_divisors
 from inertiakv_jax.weights.gguf_file import GgufFile, GgufTensor
+from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.tensor_source import Block, read_bytes, row_blocks
 
 
@@ -208,7 +209,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     """
     name, architecture = architecture_of(file)
     try:
-        config = ModelConfig.from_hf(_as_hf_config(file, name, architecture))
+        config = config_from_hf(_as_hf_config(file, name, architecture))
         return _with_rope_factors(file, config)
     except ValueError as error:
         message = str(error)
@@ -254,7 +255,9 @@ def _rope_scaling(field: Any) -> dict[str, Any] | None:
         return None if linear == 1.0 else {"rope_type": "linear", "factor": linear}
     if rope_type == "linear" and factor in (None, 0.0, 1.0):
         return None
-    return {"rope_type": rope_type, "factor": factor}
+    original = field("rope.scaling.original_context_length")
+    known = {} if original is None else {"original_max_position_embeddings": original}
+    return {"rope_type": rope_type, "factor": factor, **known}
 
 
 def _refuse_what_is_not_implemented(file: GgufFile, name: str) -> None:
@@ -276,6 +279,8 @@ def _refuse_what_is_not_implemented(file: GgufFile, name: str) -> None:
         "embedding_scale": (None, 0.0, 1.0),
         "residual_scale": (None, 0.0, 1.0),
         "attention.scale": (None, 0.0),
+        "rope.scaling.attn_factor": (None, 0.0, 1.0),
+        "rope.scaling.yarn_log_multiplier": (None, 0.0),
     }
     for key, values in allowed.items():
         if field(key) not in values:
@@ -297,8 +302,8 @@ def _with_rope_factors(file: GgufFile, config: ModelConfig) -> ModelConfig:
     largest = float(divisors.max())
     if np.isfinite(largest) and largest > 1.0 and config.rope_scaling is None:
         scaling = RopeScaling("llama3", largest, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT)
-        plain = plain_frequencies(config.head_dim, config.rope_theta)
-        if np.allclose(divisors, frequency_divisors(plain, scaling), rtol=1e-4, atol=0.0):
+        expected = frequency_divisors(config.head_dim, config.rope_theta, scaling)
+        if np.allclose(divisors, expected, rtol=1e-4, atol=0.0):
             return replace(config, rope_scaling=scaling)
     raise ValueError(
         f"tensor {ROPE_FACTORS!r} does not hold the llama3 scaling of a context of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.safetensors_files import read_json
 
 SMALL_FILES = (
@@ -46,7 +46,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{hub_id} has no config.json: not a model for transformers")
-    ModelConfig.from_hf(read_json(config))
+    config_from_hf(read_json(config))
     return _snapshot(hub_id, revision, SMALL_FILES + WEIGHT_FILES)
 
 

@@ -15,6 +15,7 @@ from inertiakv_jax.weights import hub
 from inertiakv_jax.weights.catalogue import CATALOGUE, CatalogueEntry
 from inertiakv_jax.weights.gguf_file import open_gguf
 from inertiakv_jax.weights.gguf_model import gguf_config, gguf_source
+from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.params import checked_dtype, load_params
 from inertiakv_jax.weights.safetensors_files import open_safetensors, read_json
 from inertiakv_jax.weights.tensor_source import TensorSource
@@ -96,7 +97,7 @@ def _load_folder(folder: Path, name: str, dtype: str) -> LanguageModel:
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else None
     try:
-        config = ModelConfig.from_hf(read_json(config_path), generation)
+        config = config_from_hf(read_json(config_path), generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     source, tokenizer = open_safetensors(folder), hf_tokenizer(folder, config.family)

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="needs torch (extra 'peers')")
 transformers = pytest.importorskip("transformers")
 
-NEW_TOKENS = 32
+LENGTHS = (100, 37, 64)  # of one batch, padded on the right here and run one by one there
+NEW_TOKENS = 25  # the prefill's and 24 decode steps'
 LOGITS_TOLERANCE = 1e-4  # absolute, of logits up to 5; observed 1.1e-5
 HALF_TOLERANCE = 0.3  # of bfloat16, where both sides are off; observed 0.12
 LLAMA3 = {
@@ -23,13 +24,24 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-untied": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2-untied-yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied-biases-yarn": (
+        "Qwen3",
+        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN},
+    ),
 }
 
 
@@ -38,15 +50,14 @@ def saved(folder, case, dtype=torch.float32):
     kind, changes = CASES[case]
     torch.manual_seed(1)
     options = {**SIZES, "max_position_embeddings": 512, "eos_token_id": None, **changes}
-    model = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**options)
-    )
+    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                parameter.add_(0.2 * torch.randn_like(parameter))  # to where it begins, 0 or 1
             else:
-                fan_in = parameter.shape[-1] if parameter.ndim == 2 else 1
+                fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
                 parameter.normal_(std=1.5 * fan_in**-0.5)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
@@ -54,15 +65,19 @@ def saved(folder, case, dtype=torch.float32):
     return model
 
 
-def prompt(length=100):
-    return np.random.default_rng(2).integers(3, SIZES["vocab_size"], size=length)
+def prompts():
+    rng = np.random.default_rng(2)
+    return [rng.integers(3, SIZES["vocab_size"], size=length) for length in LENGTHS]
 
 
-def last_logits(lm, tokens):
-    lengths = np.array([len(tokens)])
-    policy = policies.inertiakv(0.9)
-    _, logits = ikv.prefill(lm.model, lm.params, tokens[None], lengths, policy)
-    return np.asarray(logits[0])
+def prefilled(lm, rows):
+    tokens = np.zeros((len(rows), max(map(len, rows))), int)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    lengths = np.array([len(row) for row in rows])
+    return ikv.prefill(
+        lm.model, lm.params, tokens, lengths, policies.full(), max_new_tokens=NEW_TOKENS
+    )
 
 
 def their_logits(model, tokens):
@@ -84,18 +99,24 @@ def their_greedy(model, tokens, count):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens(tmp_path, case):
-    theirs, tokens = saved(tmp_path, case), prompt()
+    theirs, rows = saved(tmp_path, case), prompts()
     lm = ikv.load(tmp_path)
-    expected = their_logits(theirs, tokens)
-    np.testing.assert_allclose(last_logits(lm, tokens), expected, atol=LOGITS_TOLERANCE)
-    out = ikv.generate(lm, [tokens], policy="full", max_new_tokens=NEW_TOKENS, stop_at_eos=False)
-    assert out.tokens == [their_greedy(theirs, tokens, NEW_TOKENS)]
+    state, logits = prefilled(lm, rows)
+    expected = np.stack([their_logits(theirs, row) for row in rows])
+    np.testing.assert_allclose(logits, expected, atol=LOGITS_TOLERANCE)
+    first = logits.argmax(axis=-1)
+    _, tokens = ikv.decode(
+        lm.model, lm.params, state, first, steps=NEW_TOKENS - 1, policy=policies.full()
+    )
+    answers = np.concatenate([first[:, None], tokens], axis=1).tolist()
+    assert answers == [their_greedy(theirs, row, NEW_TOKENS) for row in rows]
 
 
-@pytest.mark.parametrize("case", ["llama3", "qwen2-untied"])
+@pytest.mark.parametrize("case", ["llama3", "qwen2-untied-yarn"])
 def test_bfloat16(tmp_path, case):
-    theirs, tokens = saved(tmp_path, case, torch.bfloat16), prompt()
+    theirs, rows = saved(tmp_path, case, torch.bfloat16), prompts()
     lm = ikv.load(tmp_path, dtype="bfloat16")
-    got = last_logits(lm, tokens)
+    got = np.asarray(prefilled(lm, rows)[1])
     assert np.isfinite(got).all()
-    np.testing.assert_allclose(got, their_logits(theirs, tokens), atol=HALF_TOLERANCE)
+    expected = np.stack([their_logits(theirs, row) for row in rows])
+    np.testing.assert_allclose(got, expected, atol=HALF_TOLERANCE)

@@ -8,6 +8,7 @@ from weights.tiny_files import LLAMA
 
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.rope_scaling import RopeScaling
+from inertiakv_jax.weights.hf_config import config_from_hf
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -15,6 +16,13 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 6283,
+    "beta_fast": 50.0,
+    "beta_slow": 2.0,
 }
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = LLAMA | {
@@ -30,7 +38,7 @@ def without(config, *keys):
 
 
 def test_smollm2_config_json():
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         {
             "architectures": ["LlamaForCausalLM"],
             "attention_bias": False,
@@ -85,7 +93,7 @@ def test_smollm2_config_json():
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama3_rope_in_the_form_of_either_transformers(key):
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         without(LLAMA, "rope_theta")
         | {key: LLAMA3_ROPE | {"rope_theta": 500000.0}, "max_position_embeddings": 131072}
     )
@@ -94,19 +102,19 @@ def test_llama3_rope_in_the_form_of_either_transformers(key):
 
 
 def test_older_spelling_of_a_linear_rope_type():
-    config = ModelConfig.from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}})
+    config = config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}})
     assert config.rope_scaling == RopeScaling("linear", 4.0)
 
 
 def test_default_rope_parameters_mean_no_scaling():
     rope = {"rope_type": "default", "rope_theta": 250000.0}
-    config = ModelConfig.from_hf(without(LLAMA, "rope_theta") | {"rope_parameters": rope})
+    config = config_from_hf(without(LLAMA, "rope_theta") | {"rope_parameters": rope})
     assert (config.rope_theta, config.rope_scaling) == (250000.0, None)
 
 
 def test_linear_frequencies_by_hand():
     config = dataclasses.replace(
-        ModelConfig.from_hf(LLAMA),
+        config_from_hf(LLAMA),
         head_dim=4,
         rope_theta=100.0,
         rope_scaling=RopeScaling("linear", 4.0),
@@ -117,6 +125,76 @@ def test_linear_frequencies_by_hand():
     )
 
 
+def test_yarn_frequencies_by_hand():
+    # Context 2 pi * 1000, D 8, theta 10^4: pair i turns 1000 / 10^i times in it. 50 times turns
+    # "pair" log10(1000 / 50) = 1.3, rounded down to 1; twice "pair" 2.7, rounded up to 3.
+    # Pairs 0 and 1 are kept, pair 2 is half way, pair 3 is divided by 4.
+    config = dataclasses.replace(
+        config_from_hf(LLAMA | {"rope_scaling": YARN}), head_dim=8, rope_theta=10_000.0
+    )
+    expected = [1.0, 0.1, 0.01 * (0.5 + 0.5 / 4), 0.001 / 4]
+    np.testing.assert_allclose(config.rope_inverse_frequencies(), expected, rtol=1e-6)
+    # 0.1 ln 4 + 1
+    assert config.rope_scaling.attention_factor == pytest.approx(1.1386294)
+    # A context of 6283 tokens, four times as long.
+    assert config.max_position_embeddings == 25132
+
+
+def test_yarn_ramp_between_fractions_of_pairs():
+    scaling = RopeScaling(
+        "yarn",
+        4.0,
+        original_max_position_embeddings=6283,
+        beta_fast=50.0,
+        beta_slow=2.0,
+        truncate=False,
+    )
+    config = dataclasses.replace(
+        config_from_hf(LLAMA), head_dim=8, rope_theta=10_000.0, rope_scaling=scaling
+    )
+    # The ramp goes from 1.30103 to 2.69897; pair 2 is half way again, pair 1 is before it.
+    expected = [1.0, 0.1, 0.01 * (0.5 + 0.5 / 4), 0.001 / 4]
+    np.testing.assert_allclose(config.rope_inverse_frequencies(), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"attention_factor": 1.5}, 1.5),
+        # (0.1 * 0.5 ln 4 + 1) / (0.1 * 2 ln 4 + 1)
+        ({"mscale": 0.5, "mscale_all_dim": 2.0}, 0.8371950),
+        ({"mscale": 0.5}, 1.1386294),
+        ({"factor": 1.0}, 1.0),
+    ],
+)
+def test_yarn_attention_factor(change, expected):
+    config = config_from_hf(LLAMA | {"rope_scaling": YARN | change})
+    assert config.rope_scaling.attention_factor == pytest.approx(expected, rel=1e-6)
+
+
+def test_yarn_with_nothing_but_a_factor_extends_the_context_of_the_config():
+    yarn = {"type": "yarn", "factor": 4.0}
+    config = config_from_hf(LLAMA | {"rope_scaling": yarn})
+    assert config.rope_scaling.original_max_position_embeddings == 128
+    assert (config.rope_scaling.beta_fast, config.rope_scaling.beta_slow) == (32.0, 1.0)
+    assert config.max_position_embeddings == 512
+    # A config that states the extended length already keeps it.
+    stated = LLAMA | {"rope_scaling": yarn | {"original_max_position_embeddings": 32}}
+    assert config_from_hf(stated).max_position_embeddings == 128
+
+
+def test_a_field_that_is_not_known_is_named():
+    with pytest.warns(UserWarning, match=r"no effect here: embedding_multiplier, use_magic \("):
+        config_from_hf(LLAMA | {"use_magic": 3, "embedding_multiplier": 12.0, "pad_token_id": 0})
+
+
+def test_qwen3_has_normed_heads_of_their_own_width():
+    config = config_from_hf(without(QWEN2, "head_dim") | {"model_type": "qwen3"})
+    assert (config.head_dim, config.qk_norm, config.attention_bias) == (128, True, False)
+    biased = config_from_hf(QWEN2 | {"model_type": "qwen3", "attention_bias": True})
+    assert (biased.head_dim, biased.attention_bias, biased.attention_out_bias) == (16, True, True)
+
+
 def test_llama3_frequencies_by_hand():
     # Context 2 pi * 100: a frequency f turns 100 f times in it. Three pairs, theta 1000:
     # f = 1 turns 100 times, above high_freq_factor: kept.
@@ -125,7 +203,7 @@ def test_llama3_frequencies_by_hand():
     scaling = RopeScaling("llama3", 8.0, 5.0, 15.0, 1)
     scaling = dataclasses.replace(scaling, original_max_position_embeddings=628)
     config = dataclasses.replace(
-        ModelConfig.from_hf(LLAMA), head_dim=6, rope_theta=1000.0, rope_scaling=scaling
+        config_from_hf(LLAMA), head_dim=6, rope_theta=1000.0, rope_scaling=scaling
     )
     np.testing.assert_allclose(
         config.rope_inverse_frequencies(), [1.0, 0.05 + 0.00625, 0.00125], rtol=1e-3
@@ -143,12 +221,12 @@ def test_llama3_frequencies_by_hand():
     ],
 )
 def test_eos_token_ids_of_both_files(eos, generation, expected):
-    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": eos}, generation).eos_token_ids == expected
+    assert config_from_hf(LLAMA | {"eos_token_id": eos}, generation).eos_token_ids == expected
 
 
 def test_biases_by_family():
     def biases(config):
-        config = ModelConfig.from_hf(config)
+        config = config_from_hf(config)
         return config.attention_bias, config.attention_out_bias, config.mlp_bias
 
     assert biases(LLAMA) == (False, False, False)
@@ -158,17 +236,17 @@ def test_biases_by_family():
 
 
 def test_absent_fields_take_the_defaults_of_the_model_type():
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         without(LLAMA, "num_key_value_heads", "tie_word_embeddings", "rope_theta", "rms_norm_eps")
     )
     assert config.num_kv_heads == 4
     assert not config.tie_word_embeddings
     assert (config.rope_theta, config.rms_norm_eps) == (10000.0, 1e-6)
-    assert ModelConfig.from_hf(without(LLAMA, "head_dim") | {"head_dim": None}).head_dim == 8
+    assert config_from_hf(without(LLAMA, "head_dim") | {"head_dim": None}).head_dim == 8
 
 
 def test_mistral_window_as_long_as_the_context_hides_nothing():
-    assert ModelConfig.from_hf(MISTRAL | {"sliding_window": 128}).family == "mistral"
+    assert config_from_hf(MISTRAL | {"sliding_window": 128}).family == "mistral"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +257,10 @@ def test_mistral_window_as_long_as_the_context_hides_nothing():
         ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "ForCausalLM"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "'yarn'"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.factor", "None"]),
+        ({"rope_scaling": YARN | {"beta_slow": 60.0}}, ["beta_slow", "60.0", "50.0"]),
+        ({"rope_scaling": YARN | {"attention_factor": -1.0}}, ["attention_factor", "-1.0"]),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, ["rope_scaling.truncate", "'no'"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "'dynamic'"]),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "'longrope'"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "None"]),
@@ -188,6 +269,10 @@ def test_mistral_window_as_long_as_the_context_hides_nothing():
         ({"rope_parameters": {"full_attention": LLAMA3_ROPE}}, ["rope_parameters", "layer type"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"layer_types": ["sliding_attention"] * 2}, ["layer_types", "sliding_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers", "got 1"]),
+        ({"layer_types": ["chunked_attention"] * 2}, ["layer_types", "chunked_attention"]),
+        ({"sliding_window": 64}, ["sliding_window 64"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"num_key_value_heads": 3}, ["num_kv_heads", "4", "3"]),
         ({"head_dim": 15}, ["head_dim", "15"]),
         ({"head_dim": None, "hidden_size": 33}, ["hidden_size 33", "num_attention_heads 4"]),
@@ -196,6 +281,7 @@ def test_mistral_window_as_long_as_the_context_hides_nothing():
         ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
         ({"rms_norm_eps": 0.0}, ["rms_norm_eps", "0.0"]),
         ({"rope_theta": float("nan")}, ["rope_theta", "nan"]),
+        ({"rope_theta": 1.0}, ["rope_theta", "above 1", "1.0"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"eos_token_id": -1}, ["token ids", "-1"]),
@@ -213,7 +299,7 @@ def test_mistral_window_as_long_as_the_context_hides_nothing():
 )
 def test_refused_by_name(change, words):
     with pytest.raises(ValueError, match=r"[a-z]") as caught:
-        ModelConfig.from_hf(LLAMA | change)
+        config_from_hf(LLAMA | change)
     for word in words:
         assert word in str(caught.value)
 
@@ -222,15 +308,15 @@ def test_refused_by_name(change, words):
     ("config", "field"),
     [
         (MISTRAL | {"sliding_window": 64}, "sliding_window 64"),
-        (MISTRAL | {"sliding_window": "64"}, "sliding_window 64"),
+        (MISTRAL | {"sliding_window": "64"}, "sliding_window must be an integer .* '64'"),
         (without(MISTRAL, "sliding_window") | {"max_position_embeddings": 32768}, "4096"),
-        (QWEN2 | {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64}, "64"),
     ],
 )
 def test_enabled_sliding_windows_are_refused(config, field):
     with pytest.raises(ValueError, match=field):
-        ModelConfig.from_hf(config)
+        config_from_hf(config)
 
 
 def test_qwen2_ignores_the_window_that_it_switches_off():
-    assert ModelConfig.from_hf(QWEN2 | {"max_position_embeddings": 131072}).family == "qwen2"
+    assert config_from_hf(QWEN2 | {"max_position_embeddings": 131072}).family == "qwen2"

@@ -271,6 +271,18 @@ def test_linear_rope_scaling_in_both_spellings(tmp_path):
     assert config_of(tmp_path, metadata=none).rope_scaling is None
 
 
+def test_yarn_rope_scaling(tmp_path):
+    yarn = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 64,
+    }
+    config = config_of(tmp_path, metadata=yarn)
+    assert config.rope_scaling.original_max_position_embeddings == 64
+    assert config.rope_scaling.attention_factor == pytest.approx(1.1386294)
+    assert config.max_position_embeddings == 256
+
+
 def llama31_divisors(head_dim=16, factor=8.0):
     """As llama.cpp's converter computes them (generate_extra_tensors), scalar by scalar."""
     divisors = []
@@ -314,7 +326,8 @@ def test_other_rope_freqs_are_refused_by_name(tmp_path, factors, words):
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "'longrope'"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor 1.5"),
         ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window 64"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length 8"),

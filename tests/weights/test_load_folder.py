@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from weights.tiny_files import LLAMA, hf_tensors, safetensors_bytes, write_folder
 
-from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.load import load
 from inertiakv_jax.weights.params import aligned_empty, load_params
 from inertiakv_jax.weights.safetensors_files import open_safetensors
@@ -102,7 +102,7 @@ def test_missing_tensors_are_named(tmp_path):
 
 def test_a_config_of_a_billion_layers_costs_no_memory(tmp_path):
     config = LLAMA | {"num_hidden_layers": 10**9}
-    with pytest.raises(ValueError, match="the config has 1000000000 layers, but there are 20 tens"):
+    with pytest.raises(ValueError, match="num_hidden_layers must be at most 10000, got 1000000000"):
         load(write_folder(tmp_path, config, hf_tensors(LLAMA)))
 
 
@@ -187,7 +187,7 @@ def test_peak_host_memory_is_the_result_and_about_one_tensor(tmp_path, dtype):
     config = LLAMA | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024}
     tensors = hf_tensors(config)
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    parsed, source = ModelConfig.from_hf(config), open_safetensors(tmp_path)
+    parsed, source = config_from_hf(config), open_safetensors(tmp_path)
     width = jnp.dtype(dtype).itemsize
     result = sum(array.size for array in tensors.values()) * width
     largest = max(array.size for array in tensors.values()) * width

@@ -1,0 +1,89 @@
+"""The parts that decoder layers are made of: linear maps, norms and rotary embeddings."""
+
+from collections.abc import Callable, Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from inertiakv_jax.config import ModelConfig
+
+Rotation = tuple[Array, Array]
+"""Cosine and sine of every rotation angle, [B, C, 1, D / 2] float32 each."""
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
+}
+
+
+def linear(features: int, dtype: DTypeLike, *, bias: bool, name: str | None = None) -> nn.Module:
+    """A linear map to ``features`` numbers whose parameters have the activations' dtype."""
+    return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, name=name)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32.
+
+    As in Hugging Face's models the result is cast back before it is scaled, except with
+    ``unit_offset`` (Gemma), where the scale is 1 + w and the cast comes last.
+    """
+
+    epsilon: float
+    dtype: jnp.dtype
+    unit_offset: bool = False
+
+    @nn.compact
+    def __call__(self, hidden: Array) -> Array:
+        """Map [..., H] to [..., H] in the module's dtype."""
+        initial = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
+        scale = self.param("scale", initial, hidden.shape[-1:], self.dtype)
+        scale = scale.reshape((1,) * (hidden.ndim - 1) + scale.shape)
+        wide = hidden.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        if self.unit_offset:
+            return (normed * (1.0 + scale.astype(jnp.float32))).astype(self.dtype)
+        return normed.astype(self.dtype) * scale
+
+
+def rotary_embedding(config: ModelConfig, positions: Array, *, local: bool = False) -> Rotation:
+    """The rotation of each of [B, C] positions; ``local``: in layers with a sliding window."""
+    if local:
+        frequencies = jnp.asarray(config.local_rope_inverse_frequencies())
+    else:
+        frequencies = jnp.asarray(config.rope_inverse_frequencies())
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
+    rotation = jnp.cos(angles), jnp.sin(angles)
+    if config.rope_scaling is None or (local and config.local_rope_theta is not None):
+        return rotation
+    return scaled(rotation, config.rope_scaling.attention_factor)
+
+
+def scaled(rotation: Rotation, factor: float) -> Rotation:
+    """The rotation that also multiplies by ``factor``, in float32 until ``rotate`` casts."""
+    if factor == 1.0:
+        return rotation
+    cosine, sine = rotation
+    return cosine * factor, sine * factor
+
+
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """Rotate [B, C, heads, D]: pair (i, i + D/2) by its angle, in float32, back to x's dtype."""
+    cosine, sine = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def soft_cap(x: Array, cap: float | None) -> Array:
+    """Cap * tanh(x / cap), close to x near 0 and never beyond the cap; None leaves x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def matmul_transposed(hidden: Array, embedding: Array) -> Array:
+    """[..., H] times [V, H] transposed, float32; the embedding is read as it lies."""
+    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(hidden, embedding, contract, preferred_element_type=jnp.float32)
