@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.models.experts import ExpertsMLP
 from inertiakv_jax.models.layers import (
     ACTIVATIONS,
     RMSNorm,
@@ -154,7 +155,10 @@ class Block(nn.Module):
         config, dtype = self.config, self.dtype
         norm = partial(_norm, config, dtype)
         attention = Attention(config, dtype, self.layer, name="attention")
-        mlp = GatedMLP(config, dtype, name="mlp")
+        if config.experts is not None and config.has_experts(self.layer):
+            mlp = ExpertsMLP(config, config.experts, dtype, name="mlp")
+        else:
+            mlp = GatedMLP(config, dtype, name="mlp")
         attended, cache = attention(norm(name="input_norm")(hidden), rotation, cache)
         if config.post_norms:
             hidden = hidden + norm(name="post_attention_norm")(attended)

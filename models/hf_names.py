@@ -48,6 +48,10 @@ class Tensor:
     expert: int | None = None
 
 
+def _has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.has_experts(layer)
+
+
 def _has_mlp(config: ModelConfig, layer: int) -> bool:
     return not config.has_experts(layer)
 
@@ -84,10 +88,11 @@ def _in_layer(
     present: Present = lambda config, layer: True,
 ) -> Row:
     return Row(
-        f"model.layers.{{layer}}.{theirs}", f"layers_{{layer}}/{ours}", shape, transpose, present
+        "model.layers.{layer}." + theirs, "layers_{layer}/" + ours, shape, transpose, present
     )
 
 
+_EXPERT = "mlp.experts.{expert}."
 TABLE = (
     Row("model.embed_tokens.weight", "embed/embedding", "VH"),
     _in_layer("input_layernorm.weight", "input_norm/scale", "H"),
@@ -114,6 +119,10 @@ TABLE = (
     _in_layer("mlp.gate_proj.bias", "mlp/gate_proj/bias", "I", present=_has_mlp_bias),
     _in_layer("mlp.up_proj.bias", "mlp/up_proj/bias", "I", present=_has_mlp_bias),
     _in_layer("mlp.down_proj.bias", "mlp/down_proj/bias", "H", present=_has_mlp_bias),
+    _in_layer("mlp.gate.weight", "mlp/router/kernel", "XH", True, _has_experts),
+    _in_layer(_EXPERT + "gate_proj.weight", "mlp/gate_proj/kernel", "MH", True, _has_experts),
+    _in_layer(_EXPERT + "up_proj.weight", "mlp/up_proj/kernel", "MH", True, _has_experts),
+    _in_layer(_EXPERT + "down_proj.weight", "mlp/down_proj/kernel", "HM", True, _has_experts),
     Row("model.norm.weight", "final_norm/scale", "H"),
     Row("lm_head.weight", "lm_head/kernel", "VH", True, _untied),
 )
@@ -135,14 +144,19 @@ def expected_tensors(config: ModelConfig) -> Iterator[Tensor]:
         "K": config.num_kv_heads * config.head_dim,
         "D": config.head_dim,
     }
+    if config.experts is not None:
+        sizes |= {"X": config.experts.num_experts, "M": config.experts.intermediate_size}
     for row in TABLE:
         for layer in range(config.num_layers if "{layer}" in row.name else 1):
-            if row.present(config, layer):
+            if not row.present(config, layer):
+                continue
+            for expert in range(sizes["X"]) if "{expert}" in row.name else (None,):
                 yield Tensor(
-                    name=row.name.format(layer=layer),
+                    name=row.name.format(layer=layer, expert=expert),
                     path=tuple(row.path.format(layer=layer).split("/")),
                     shape=tuple(sizes[letter] for letter in row.shape),
                     transpose=row.transpose,
+                    expert=expert,
                 )
 
 

@@ -282,7 +282,8 @@ def _bias(config: Fields, key: str, fixed: bool | None) -> bool:
 
 
 def _experts(config: Fields, num_layers: int) -> ExpertsConfig:
-    num_experts = integer(config, "num_experts", 128)
+    # transformers 5 writes num_local_experts.
+    num_experts = integer(config, "num_experts", integer(config, "num_local_experts", 128))
     step = integer(config, "decoder_sparse_step", 1)
     only_mlp = set(integers(config, "mlp_only_layers"))
     return ExpertsConfig(

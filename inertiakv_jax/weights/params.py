@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.models.hf_names import Tensor, expected_tensors, is_harmless_extra
@@ -29,44 +31,65 @@ def checked_dtype(dtype: str) -> np.dtype:
     return DTYPES[dtype]
 
 
-def load_params(source: TensorSource, config: ModelConfig, dtype: str) -> dict[str, Any]:
+def load_params(
+    source: TensorSource, config: ModelConfig, dtype: str, shardings: Any = None
+) -> dict[str, Any]:
     """Build the parameters of ``models.decoder.DecoderModel`` from a checkpoint.
 
-    Each tensor is read block by block into one buffer of the final dtype and layout, which then
+    Each parameter is read block by block into one buffer of its final dtype and layout, which then
     becomes (CPU) or is copied to (accelerator) a device array. Beyond the result, the host holds
-    one tensor at most.
+    one parameter at most: the largest tensor, or the same matrix of all experts of a layer.
 
     Args:
         source: an opened checkpoint.
         config: the decoder's sizes.
         dtype: "float32" or "bfloat16".
+        shardings: a pytree of ``jax.sharding.Sharding`` of the parameters' structure; None puts
+            them on the default device. Each process fills the shards of its own devices.
 
     Returns:
-        Nested dict of arrays on the default device.
+        Nested dict of arrays.
 
     Raises:
         ValueError: tensors missing, unknown or of another shape than ``config`` asks for; raised
             before any of them is read.
     """
     numpy_dtype = checked_dtype(dtype)
-    if config.num_layers > len(source.shapes):  # a corrupt config must not make a list of billions
-        raise ValueError(
-            f"the config has {config.num_layers} layers, but there are {len(source.shapes)} tensors"
-        )
-    tensors = list(expected_tensors(config))
-    check_tensors(source, config, tensors)
     params: dict[str, Any] = {}
-    for tensor in tensors:
+    for path, group in _by_path(checked_tensors(source, config)):
+        host = read_parameter(source, group, numpy_dtype)
+        sharding = None if shardings is None else _at(shardings, path)
         parent = params
-        for part in tensor.path[:-1]:
+        for part in path[:-1]:
             parent = parent.setdefault(part, {})
-        parent[tensor.path[-1]] = jax.device_put(read_tensor(source, tensor, numpy_dtype))
+        # Waits, lest the next buffers pile up behind a slow copy to the device.
+        parent[path[-1]] = jax.block_until_ready(_placed(host, sharding))
     return params
 
 
-def check_tensors(source: TensorSource, config: ModelConfig, tensors: list[Tensor]) -> None:
-    """Raise ValueError unless ``source`` has exactly ``tensors``, in their shapes."""
+def _by_path(tensors: list[Tensor]) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
+    for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
+        yield path, list(group)
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _placed(host: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(host)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def checked_tensors(source: TensorSource, config: ModelConfig) -> list[Tensor]:
+    """The tensors that ``config`` asks for; ValueError unless ``source`` has exactly these."""
     shapes = source.shapes
+    # A corrupt config must not make a list of billions.
+    enough = 2 * len(shapes) + 1000
+    tensors = list(itertools.islice(expected_tensors(config), enough))
     expected = {tensor.name for tensor in tensors}
     missing = [tensor.name for tensor in tensors if tensor.name not in shapes]
     if missing:
@@ -85,6 +108,7 @@ def check_tensors(source: TensorSource, config: ModelConfig, tensors: list[Tenso
                 f"{source.file_of(tensor.name)}: tensor {tensor.name!r} has shape "
                 f"{shapes[tensor.name]}, the config asks for {tensor.shape}"
             )
+    return tensors
 
 
 def _listed(names: list[str]) -> str:
@@ -92,11 +116,23 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def read_tensor(source: TensorSource, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
-    """Read one tensor into a new host array of its final dtype and layout."""
-    shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
-    result = aligned_empty(shape, dtype)
+def read_parameter(source: TensorSource, tensors: list[Tensor], dtype: np.dtype) -> np.ndarray:
+    """Read the tensors of one parameter into a new host array of its final dtype and layout."""
+    first = tensors[0]
+    shape = first.shape[::-1] if first.transpose else first.shape
+    if first.expert is None:
+        result = aligned_empty(shape, dtype)
+        _read_into(result, source, first)
+        return result
+    result = aligned_empty((len(tensors), *shape), dtype)
+    for tensor in tensors:
+        _read_into(result[tensor.expert], source, tensor)
+    return result
+
+
+def _read_into(result: np.ndarray, source: TensorSource, tensor: Tensor) -> None:
     # Strided writes of bfloat16 are slow in NumPy; integers of its size copy the same bits.
+    dtype = result.dtype
     bits = result.view(np.uint16) if dtype.itemsize == 2 else result
     for rows, values in source.blocks(tensor.name):
         block = values.astype(dtype, copy=False)
@@ -107,7 +143,6 @@ def read_tensor(source: TensorSource, tensor: Tensor, dtype: np.dtype) -> np.nda
         for start in range(0, len(block), TRANSPOSE_ROWS):
             part = slice(start, start + TRANSPOSE_ROWS)
             bits[:, _part_of(rows, part, len(block))] = block[part].T
-    return result
 
 
 def _part_of(rows: slice | np.ndarray, part: slice, length: int) -> slice | np.ndarray:

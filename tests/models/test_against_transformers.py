@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch", reason="needs torch (extra 'peers')")
 transformers = pytest.importorskip("transformers")
 
-LENGTHS = (100, 37, 64)  # of one batch, padded on the right here and run one by one there
+LENGTHS = (100, 37, 64)  # of one batch
 NEW_TOKENS = 25  # the prefill's and 24 decode steps'
 LOGITS_TOLERANCE = 1e-4  # absolute, of logits up to 5; observed 1.1e-5
 HALF_TOLERANCE = 0.3  # of bfloat16, where both sides are off; observed 0.12
@@ -30,18 +30,28 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 CASES = {
     "llama": ("Llama", {}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-biases-tied": (
+        "Llama",
+        {
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-untied-yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
-    "qwen3": ("Qwen3", {}),
-    "qwen3-tied-biases-yarn": (
-        "Qwen3",
-        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN},
-    ),
+    "qwen2-yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", MOE | {"mlp_only_layers": [1]}),
 }
 
 
@@ -80,21 +90,24 @@ def prefilled(lm, rows):
     )
 
 
-def their_logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)[None]).logits[0, -1].float().numpy()
-
-
-def their_greedy(model, tokens, count):
-    ids = torch.from_numpy(tokens)[None]
+def theirs_of(model, rows):
+    """Logits [B, V] behind the prompts, and greedy tokens [B, NEW_TOKENS], of the padded batch."""
+    longest = max(map(len, rows))
+    ids = torch.zeros((len(rows), longest), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):  # padded on the left there
+        ids[row, longest - len(tokens) :] = torch.from_numpy(tokens)
+        mask[row, longest - len(tokens) :] = 1
     out = model.generate(
         ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=mask,
         do_sample=False,
-        max_new_tokens=count,
+        max_new_tokens=NEW_TOKENS,
         pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
-    return out[0, len(tokens) :].tolist()
+    return out.logits[0].float().numpy(), out.sequences[:, longest:].tolist()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,21 +115,21 @@ def test_logits_and_greedy_tokens(tmp_path, case):
     theirs, rows = saved(tmp_path, case), prompts()
     lm = ikv.load(tmp_path)
     state, logits = prefilled(lm, rows)
-    expected = np.stack([their_logits(theirs, row) for row in rows])
+    expected, expected_tokens = theirs_of(theirs, rows)
     np.testing.assert_allclose(logits, expected, atol=LOGITS_TOLERANCE)
     first = logits.argmax(axis=-1)
     _, tokens = ikv.decode(
         lm.model, lm.params, state, first, steps=NEW_TOKENS - 1, policy=policies.full()
     )
     answers = np.concatenate([first[:, None], tokens], axis=1).tolist()
-    assert answers == [their_greedy(theirs, row, NEW_TOKENS) for row in rows]
+    assert answers == expected_tokens
 
 
-@pytest.mark.parametrize("case", ["llama3", "qwen2-untied-yarn"])
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
 def test_bfloat16(tmp_path, case):
     theirs, rows = saved(tmp_path, case, torch.bfloat16), prompts()
     lm = ikv.load(tmp_path, dtype="bfloat16")
     got = np.asarray(prefilled(lm, rows)[1])
     assert np.isfinite(got).all()
-    expected = np.stack([their_logits(theirs, row) for row in rows])
+    expected, _ = theirs_of(theirs, rows)
     np.testing.assert_allclose(got, expected, atol=HALF_TOLERANCE)

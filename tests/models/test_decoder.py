@@ -10,9 +10,10 @@ from oracle import llama
 from oracle.tiny import random_params
 
 from inertiakv_jax import policies, prefill
-from inertiakv_jax.config import ModelConfig
-from inertiakv_jax.models.decoder import DecoderModel, RMSNorm, rotary_embedding, rotate
+from inertiakv_jax.config import ExpertsConfig, ModelConfig
+from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.models.hf_names import expected_tensors
+from inertiakv_jax.models.layers import RMSNorm, rotary_embedding, rotate
 from inertiakv_jax.rope_scaling import RopeScaling
 from inertiakv_jax.typing import Model
 
@@ -44,6 +45,9 @@ VARIANTS = {
     "as many kv heads": dataclasses.replace(CONFIG, num_kv_heads=4),
 }
 BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+GEMMA = {"qk_norm": True, "post_norms": True, "unit_offset_norms": True}
+MOE = {"qk_norm": True, "experts": ExpertsConfig(4, 2, 24, dense_layers=(1,))}
+CHANGES = [{}, {"tie_word_embeddings": True}, BIASES, GEMMA, MOE]
 LOGITS_TOLERANCE = 2e-5  # absolute, of logits up to 14; observed 6.1e-6
 
 
@@ -66,7 +70,7 @@ def test_logits_against_float64(name):
     np.testing.assert_allclose(logits, expected, atol=LOGITS_TOLERANCE)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, BIASES], ids=str)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_are_those_of_the_table(changes, dtype):
     config = dataclasses.replace(CONFIG, **changes)
@@ -75,10 +79,11 @@ def test_parameters_are_those_of_the_table(changes, dtype):
         tuple(key.key for key in path): leaf.shape
         for path, leaf in jax.tree.leaves_with_path(shapes)
     }
-    assert got == {
-        tensor.path: tensor.shape[::-1] if tensor.transpose else tensor.shape
-        for tensor in expected_tensors(config)
-    }
+    expected = {}
+    for tensor in expected_tensors(config):
+        shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
+        expected[tensor.path] = shape if tensor.expert is None else (4, *shape)
+    assert got == expected
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype(dtype)}
 
 

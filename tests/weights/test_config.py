@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from weights.tiny_files import LLAMA
 
-from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.config import ExpertsConfig, ModelConfig
 from inertiakv_jax.rope_scaling import RopeScaling
 from inertiakv_jax.weights.hf_config import config_from_hf
 
@@ -320,3 +320,41 @@ def test_enabled_sliding_windows_are_refused(config, field):
 
 def test_qwen2_ignores_the_window_that_it_switches_off():
     assert config_from_hf(QWEN2 | {"max_position_embeddings": 131072}).family == "qwen2"
+
+
+QWEN3_MOE = QWEN2 | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 4,
+}
+
+
+def test_qwen3_moe():
+    config = config_from_hf(QWEN3_MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []})
+    assert config.experts == ExpertsConfig(8, 2, 24, normalize_weights=True)
+    assert config.qk_norm
+    assert all(config.has_experts(layer) for layer in range(4))
+    other = config_from_hf(
+        without(QWEN3_MOE, "num_experts", "norm_topk_prob")
+        | {"num_local_experts": 6, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    )
+    assert other.experts == ExpertsConfig(6, 2, 24, normalize_weights=False, dense_layers=(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts_per_tok": 9}, "num_per_token must be at most num_experts, got 9 and 8"),
+        ({"num_experts": "8"}, "num_experts must be an integer"),
+        ({"mlp_only_layers": [0.5]}, "mlp_only_layers must be a list of integers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported for model_type 'qwen3_moe'"),
+    ],
+)
+def test_mixtures_refused_by_name(change, words):
+    with pytest.raises(ValueError, match=words):
+        config_from_hf(QWEN3_MOE | change)

@@ -1,0 +1,90 @@
+"""The router by hand, and groups of rows with their own weights against one product per row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inertiakv_jax.config import ExpertsConfig, ModelConfig
+from inertiakv_jax.models import experts
+from inertiakv_jax.models.experts import ExpertsMLP, grouped_mlp, route
+
+EXPERTS = ExpertsConfig(num_experts=4, num_per_token=2, intermediate_size=24)
+CONFIG = ModelConfig("qwen3_moe", 97, 32, 48, 1, 4, 2, 8, experts=EXPERTS)
+WAYS = {
+    "the platform's": grouped_mlp,
+    "tiles": experts._grouped_mlp_by_tiles,
+    "ragged_dot": experts._grouped_mlp_by_ragged_dot,
+}
+
+
+def test_router_by_hand():
+    """Softmax of (0, ln 2, ln 4, ln 1) is (1, 2, 4, 1) / 8."""
+    logits = jnp.log(jnp.asarray([[1.0, 2.0, 4.0, 1.0]]))
+    weights, chosen = route(logits, EXPERTS)
+    assert chosen.tolist() == [[2, 1]]
+    np.testing.assert_allclose(weights, [[2 / 3, 1 / 3]], rtol=1e-6)
+    weights, _ = route(logits, dataclasses.replace(EXPERTS, normalize_weights=False))
+    np.testing.assert_allclose(weights, [[0.5, 0.25]], rtol=1e-6)
+
+
+def random_kernels(rng, groups):
+    shapes = {"gate": (groups, 32, 24), "up": (groups, 32, 24), "down": (groups, 24, 32)}
+    return {name: rng.normal(size=shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+
+
+def mlp(x, gate, up, down):
+    gated = x @ gate
+    return (gated / (1 + np.exp(-gated)) * (x @ up)) @ down
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0, 0, 5, 0, 0, 0, 0],  # fewer rows than groups: one at a time
+        [1, 1, 0, 1, 1, 0, 0],
+        [0, 17, 1, 31, 0, 40, 3],  # tiles that reach into one or several groups
+        [16, 16, 0, 32, 16, 16, 16],  # whole tiles
+        [0, 0, 0, 0, 0, 0, 33],
+        [33, 0, 0, 0, 0, 0, 0],
+    ],
+    ids=str,
+)
+def test_each_group_of_rows_has_its_weights(way, sizes):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(sum(sizes), 32))
+    kernels = random_kernels(rng, len(sizes))
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    expected = np.stack(
+        [mlp(row, *(k[g] for k in kernels.values())) for row, g in zip(rows, group, strict=True)]
+    )
+    arrays = [jnp.asarray(x, jnp.float32) for x in (rows, *kernels.values())]
+    sizes = jnp.asarray(sizes, jnp.int32)
+    run = jax.jit(WAYS[way], static_argnames="activation")
+    got = run(arrays[0], sizes, *arrays[1:], activation="silu")
+    np.testing.assert_allclose(got, expected, atol=1e-5)  # observed 1e-6
+
+
+def test_tokens_go_to_their_experts_alone():
+    """Against the plain sum over a token's experts, in float64."""
+    rng = np.random.default_rng(0)
+    hidden, router = rng.normal(size=(2, 50, 32)), rng.normal(size=(32, 4))
+    kernels = random_kernels(rng, 4)
+    expected = np.zeros_like(hidden)
+    for place in np.ndindex(2, 50):
+        logits = hidden[place] @ router
+        chosen = np.argsort(-logits)[:2]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        for expert, weight in zip(chosen, weights, strict=True):
+            output = mlp(hidden[place], *(kernel[expert] for kernel in kernels.values()))
+            expected[place] += weight * output
+    tree = {"router": {"kernel": router}} | {
+        f"{name}_proj": {"kernel": kernel} for name, kernel in kernels.items()
+    }
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+    module = ExpertsMLP(CONFIG, EXPERTS, jnp.dtype("float32"))
+    got = jax.jit(module.apply)({"params": params}, jnp.asarray(hidden, jnp.float32))
+    np.testing.assert_allclose(got, expected, atol=1e-5)  # observed 1e-6
