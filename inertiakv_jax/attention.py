@@ -1,20 +1,37 @@
-"""What a model's layers talk to: caches that store, attend and score. The only door to kernels."""
+"""What a model's layers talk to while decoding: a cache that stores, attends and scores.
+
+The only door to the attention kernels.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from inertiakv_jax import scoring
-from inertiakv_jax.numerics import MASK_VALUE
 from inertiakv_jax.pallas_kernels.decode_attention.api import (
     check_implementation,
     decode_attention,
 )
-from inertiakv_jax.sharding import CACHE, PARTIAL_SCORES, ROW, SLOTS, TOKEN_HEADS
+from inertiakv_jax.scoring import SCORERS, Attended, LearnedParams
+from inertiakv_jax.sharding import (
+    CACHE,
+    HEAD_ROW,
+    HEAD_SLOTS,
+    HEADS,
+    MODEL,
+    PARTIAL_SCORES,
+    ROW,
+    SCALAR,
+    SLOTS,
+    TOKEN_HEADS,
+    model_devices,
+)
+from inertiakv_jax.state import PER_HEAD, SHARED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +52,22 @@ class Execution:
         check_implementation(self.implementation)
 
 
+ON_THIS_MACHINE = Execution()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """What is ranked by what: the static part of a policy.
+
+    Attributes:
+      scorer: one of ``scoring.SCORERS``.
+      retention: one of ``state.RETENTIONS``.
+    """
+
+    scorer: str = "attention"
+    retention: str = SHARED
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeCache:
@@ -43,171 +76,202 @@ class DecodeCache:
     Satisfies ``typing.AttentionCache``. Evicting and ageing of utilities happen once a step,
     outside; layers only add up their part of the increment, and devices only their heads' part
     of that: one sum over devices a step, none a layer.
+
+    Leading axes ``...`` are [B] for a shared ranking, [E, B] for one a layer, [E, B, K] for one a
+    kv head.
     """
 
-    keys: tuple[Array, ...]  # L x [B, K, S, D]
-    values: tuple[Array, ...]  # L x [B, K, S, D]
-    slot: Array  # [B] int32, where the new token goes; S writes nowhere (a finished row)
-    valid: Array  # [B, S] bool, held slots, the new token's included
-    layer_weights: Array  # [L] float32, weight of each layer's score in the increment
-    increment: Array | None  # [devices of "model", B, S] float32, weighted scores so far; None: off
-    execution: Execution = dataclasses.field(metadata={"static": True}, default=Execution())
+    keys: tuple[Array, ...]  # L x [B, K, S, D]; [B, K, W, D] with a sliding window
+    values: tuple[Array, ...]  # likewise
+    slot: Array  # [...] int32, where the new token goes; S writes nowhere (a finished row)
+    valid: Array  # [..., S] bool, held slots, the new token's included
+    positions: Array  # [..., S] int32, places in the text, the new token's included
+    position: Array  # [B] int32, place of the new token
+    active: Array  # [B] bool, False for a row that has finished
+    row: Array  # [B] int32, number of the row
+    layer_weights: Array  # [E] float32, weight of each layer's score in the increment
+    increment: Array | None  # weighted scores so far, see ``empty_increment``; None: not scored
+    seed: Array | None = None  # [] uint32, of random scores
+    learned: LearnedParams | None = None
+    recorded: tuple[Array, ...] = ()
+    """Scores of each layer by each scorer of ``record``, unweighted, layer after layer."""
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True}, default=())
+    ranking: Ranking = dataclasses.field(metadata={"static": True}, default=Ranking())
+    record: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
+    execution: Execution = dataclasses.field(metadata={"static": True}, default=ON_THIS_MACHINE)
 
     def attend(
-        self, layer: int, query: Array, key: Array, value: Array
+        self,
+        layer: int,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Array, "DecodeCache"]:
         """Write one token, attend, add the layer's score. Shapes as in ``AttentionCache``, C=1."""
-        scored = self.increment is not None
+        eligible = self.windows[layer] is None
+        index = sum(window is None for window in self.windows[:layer])
+        scored = eligible and self.increment is not None
+        scorers = (self.ranking.scorer,) * scored + self.record * eligible
+        slots = self._layer_slots(index) if eligible else self._ring_slots(layer)
         attend = functools.partial(
             _write_and_attend,
+            scorers=scorers,
             num_heads=query.shape[2],
-            scored=scored,
-            implementation=self.execution.implementation,
+            per_head=self.ranking.retention == PER_HEAD,
+            soft_cap=soft_cap,
+            execution=self.execution,
         )
         if self.execution.mesh is not None:
-            attend = jax.shard_map(
-                attend,
-                mesh=self.execution.mesh,
-                in_specs=(*[TOKEN_HEADS] * 3, CACHE, CACHE, ROW, SLOTS),
-                out_specs=(TOKEN_HEADS, CACHE, CACHE, PARTIAL_SCORES if scored else None),
-                check_vma=False,  # a Pallas kernel does not say how its outputs vary
-            )
-        output, keys, values, score = attend(
-            query, key, value, self.keys[layer], self.values[layer], self.slot, self.valid
+            attend = self._on_mesh(attend, slots)
+        output, keys, values, scores = attend(
+            (query, key, value),
+            (self.keys[layer], self.values[layer]),
+            slots,
+            (self.row, self.seed, self.learned),
         )
         increment = self.increment
-        if increment is not None and score is not None:
-            increment = increment + self.layer_weights[layer] * score
+        if increment is not None and scored:
+            score = self.layer_weights[index] * scores[0]
+            increment = _add_score(increment, score, index, self.ranking.retention)
         cache = dataclasses.replace(
             self,
             keys=_replace_at(self.keys, layer, keys),
             values=_replace_at(self.values, layer, values),
             increment=increment,
+            recorded=(*self.recorded, *scores[scored:]),
         )
         return output, cache
 
+    @property
+    def total_increment(self) -> Array:
+        """The increment [..., S] of all heads: one sum over devices a step."""
+        assert self.increment is not None
+        per_head = self.ranking.retention == PER_HEAD
+        return self.increment if per_head else self.increment.sum(axis=0)
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PrefillCache:
-    """The cache during prefill: C new tokens a row at slots offset .. offset+C-1, causal.
+    def _layer_slots(self, index: int) -> tuple[Array, Array, Array]:
+        """Slot, valid and positions of one eligible layer: [B] and [B, S], or with K."""
+        slots = (self.slot, self.valid, self.positions)
+        if self.ranking.retention == SHARED:
+            return slots
+        return slots[0][index], slots[1][index], slots[2][index]
 
-    Satisfies ``typing.AttentionCache``. Slot number equals position here; rows are padded on the
-    right, so no token ever sees padding. C divides S and ``offset``.
+    def _ring_slots(self, layer: int) -> tuple[Array, Array, Array]:
+        """The same of a sliding window: position p lies in slot p % W."""
+        window = self.windows[layer]
+        assert window is not None
+        positions = ring_positions(self.position, window)
+        slot = jnp.where(self.active, self.position % window, window)
+        return slot, positions >= 0, positions
+
+    def _on_mesh(self, attend: Callable[..., Any], slots: tuple[Array, ...]) -> Callable[..., Any]:
+        """``attend`` on every device, over its own rows and heads."""
+        per_head = self.ranking.retention == PER_HEAD
+        row, row_slots = (ROW, SLOTS) if slots[0].ndim == 1 else (HEAD_ROW, HEAD_SLOTS)
+        return jax.shard_map(
+            attend,
+            mesh=self.execution.mesh,
+            in_specs=(TOKEN_HEADS, CACHE, (row, row_slots, row_slots), (ROW, SCALAR, HEADS)),
+            out_specs=(TOKEN_HEADS, CACHE, CACHE, HEAD_SLOTS if per_head else PARTIAL_SCORES),
+            check_vma=False,  # a Pallas kernel does not say how its outputs vary
+        )
+
+
+def empty_increment(scores: Array, ranking: Ranking, execution: Execution) -> Array:
+    """Zeros for ``DecodeCache.increment``: float32 like ``scores``.
+
+    Unless every kv head has its own ranking, with a leading axis over the devices that share the
+    heads, each of which adds up its own part.
     """
-
-    keys: tuple[Array, ...]  # L x [B, K, S, D]
-    values: tuple[Array, ...]  # L x [B, K, S, D]
-    offset: Array  # [] int32, position of the chunk's first token
-
-    def attend(
-        self, layer: int, query: Array, key: Array, value: Array
-    ) -> tuple[Array, "PrefillCache"]:
-        """Write a chunk and attend to it and all before it. Shapes as in ``AttentionCache``."""
-        zero = jnp.zeros_like(self.offset)  # a literal 0 is int64 under jax_enable_x64
-        start = (zero, zero, self.offset, zero)
-        keys = jax.lax.dynamic_update_slice(self.keys[layer], key.swapaxes(1, 2), start)
-        values = jax.lax.dynamic_update_slice(self.values[layer], value.swapaxes(1, 2), start)
-        output = causal_chunk_attention(query, keys, values, self.offset)
-        cache = dataclasses.replace(
-            self,
-            keys=_replace_at(self.keys, layer, keys),
-            values=_replace_at(self.values, layer, values),
-        )
-        return output, cache
+    if ranking.retention == PER_HEAD:
+        return jnp.zeros_like(scores)
+    return jnp.zeros((model_devices(execution.mesh), *scores.shape), jnp.float32)
 
 
-def causal_chunk_attention(query: Array, keys: Array, values: Array, offset: Array) -> Array:
-    """Causal attention of a chunk of queries to a cache, one block of keys at a time.
+def _add_score(increment: Array, score: Array, index: int, retention: str) -> Array:
+    """Add the weighted score of the eligible layer ``index`` to its ranking."""
+    if retention == SHARED:
+        return increment + score
+    layer_axis = 0 if retention == PER_HEAD else 1
+    place = (slice(None),) * layer_axis + (index,)
+    return increment.at[place].set(score)
 
-    The softmax is carried as running maximum, sum and output (online softmax, arXiv 1805.02867),
-    so the largest temporary is [B, N, C, C], whatever the length of the text.
+
+def ring_positions(newest: Array, window: int) -> Array:
+    """Places in the text of what a sliding window holds; below 0 where it holds nothing yet.
 
     Args:
-      query: [B, C, N, D], the tokens at slots offset .. offset+C-1.
-      keys: [B, K, S, D], C divides S; slots from offset+C on are not read.
-      values: [B, K, S, D].
-      offset: [] int32, a multiple of C.
+      newest: [B] int32, place of the newest token.
+      window: W; the token at place p lies in slot p % W.
 
     Returns:
-      [B, C, N, D] in the dtype of ``query``.
+      [B, W] int32, from newest - W + 1 to newest.
     """
-    batch, chunk, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
-    group = num_heads // num_kv_heads
-    # [B, K, G * C, D]: all queries of a kv head as the rows of one matrix product.
-    rows = query.reshape(batch, chunk, num_kv_heads, group, head_dim)
-    rows = rows.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, group * chunk, head_dim)
-    rows = rows * jnp.asarray(head_dim**-0.5, rows.dtype)
-    query_index = jnp.tile(jnp.arange(chunk), group)[:, None]
-    causal = query_index >= jnp.arange(chunk)[None]  # [G * C, C], of the last block
-
-    def attend_block(index, carry, *, mask=None):
-        maximum, total, output = carry
-        key = jax.lax.dynamic_slice_in_dim(keys, index * chunk, chunk, axis=2)
-        value = jax.lax.dynamic_slice_in_dim(values, index * chunk, chunk, axis=2)
-        logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=jnp.float32)
-        if mask is not None:
-            logits = jnp.where(mask, logits, MASK_VALUE)
-        new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=-1, keepdims=True))
-        weights = jnp.exp(logits - new_maximum)
-        rescale = jnp.exp(maximum - new_maximum)
-        added = jnp.einsum(
-            "bkqs,bksd->bkqd",
-            weights.astype(value.dtype),
-            value,
-            preferred_element_type=jnp.float32,
-        )
-        total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
-        return new_maximum, total, output * rescale + added
-
-    shape = (batch, num_kv_heads, group * chunk, 1)
-    carry = (
-        jnp.full(shape, MASK_VALUE, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape[:3], head_dim), jnp.float32),
-    )
-    last = offset // chunk
-    carry = jax.lax.fori_loop(0, last, attend_block, carry)
-    _, total, output = attend_block(last, carry, mask=causal[None, None])
-    output = (output / total).reshape(batch, num_kv_heads, group, chunk, head_dim)
-    return output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    newest = newest[:, None]
+    return newest - (newest - jnp.arange(window, dtype=jnp.int32)[None]) % window
 
 
 def _write_and_attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    keys: Array,
-    values: Array,
-    slot: Array,
-    valid: Array,
+    token: tuple[Array, Array, Array],
+    cache: tuple[Array, Array],
+    slots: tuple[Array, Array, Array],
+    scorer_inputs: tuple[Array, Array | None, LearnedParams | None],
     *,
+    scorers: tuple[str, ...],
     num_heads: int,
-    scored: bool,
-    implementation: str | None,
-) -> tuple[Array, Array, Array, Array | None]:
-    """One layer on one device: attention output, caches, its heads' part [1, B, S] of the score.
+    per_head: bool,
+    soft_cap: float | None,
+    execution: Execution,
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """One layer on one device: attention output, keys, values, and the score by each scorer.
 
-    ``num_heads`` counts the query heads of all devices.
+    ``num_heads`` counts the query heads of all devices. A score is [B, K, S] with ``per_head``,
+    else this device's part [1, B, S] of the mean over heads.
     """
+    (query, key, value), (keys, values), (slot, valid, positions) = token, cache, slots
     keys = _write_token(keys, key[:, 0], slot)
     values = _write_token(values, value[:, 0], slot)
     output, mass = decode_attention(
-        query[:, 0], keys, values, valid, return_mass=scored, implementation=implementation
+        query[:, 0],
+        keys,
+        values,
+        valid,
+        soft_cap=soft_cap,
+        return_mass=any(SCORERS[name].needs_mass for name in scorers),
+        implementation=execution.implementation,
     )
-    score = None if mass is None else scoring.attention(mass, num_heads)[None]
-    return output[:, None], keys, values, score
+    by_head = (x if x.ndim == 3 else x[:, None] for x in (valid, positions))
+    row, seed, learned = scorer_inputs
+    layer = Attended(
+        query[:, 0],
+        keys,
+        values,
+        *by_head,
+        row=row,
+        mass=mass,
+        seed=seed,
+        learned=learned,
+        heads_axis=None if execution.mesh is None else MODEL,
+    )
+    scores = tuple(SCORERS[name].score(layer) for name in scorers)
+    if not per_head:
+        num_kv_heads = num_heads // layer.group
+        scores = tuple(score.sum(axis=1)[None] / num_kv_heads for score in scores)
+    return output[:, None], keys, values, scores
 
 
 def _write_token(cache: Array, token: Array, slot: Array) -> Array:
-    """Put a [B, K, D] key or value into slot [B] of [B, K, S, D], in place; slot S is dropped.
+    """Put a [B, K, D] key or value into slot [B] or [B, K] of [B, K, S, D], in place.
 
-    One scatter row per kv head, at least two, and a barrier behind: XLA:CPU (jax 0.10) turns the
-    update of a single row into one it fuses with each reader, copying the cache three times a step.
+    Slot S is dropped. One scatter row per kv head, at least two, and a barrier behind: XLA:CPU (jax
+    0.10) turns the update of a single row into one it fuses with each reader, copying the cache
+    three times a step.
     """
     batch, num_kv_heads, slots, head_dim = cache.shape
-    rows, heads, places = jnp.arange(batch)[:, None], jnp.arange(num_kv_heads)[None], slot[:, None]
+    rows, heads = jnp.arange(batch)[:, None], jnp.arange(num_kv_heads)[None]
+    places = slot if slot.ndim == 2 else slot[:, None]
     if batch == num_kv_heads == 1:
         heads = jnp.zeros((1, 2), jnp.int32)
         places = jnp.concatenate([places, jnp.full_like(places, slots + 1)], axis=1)  # dropped

@@ -1,6 +1,7 @@
 """One decode step as a pure function: insert, attend, score, aggregate, evict."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,10 +11,17 @@ from jax import Array
 from jax.sharding import Mesh
 
 from inertiakv_jax import aggregation, eviction
-from inertiakv_jax.attention import DecodeCache, Execution
-from inertiakv_jax.policies import Knobs, Policy, check_policy
-from inertiakv_jax.sharding import model_devices
-from inertiakv_jax.state import FREE_POSITION, KVState
+from inertiakv_jax.attention import (
+    ON_THIS_MACHINE,
+    DecodeCache,
+    Execution,
+    Ranking,
+    empty_increment,
+)
+from inertiakv_jax.budget import tokens_kept_of_seen
+from inertiakv_jax.policy import Knobs, Policy, check_policy
+from inertiakv_jax.shrinking import drop, shrink
+from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
 _Carry = TypeVar("_Carry")
@@ -54,14 +62,20 @@ def step(
     """
     check_policy(policy)
     execution = Execution(implementation, mesh)
-    knobs = policy.knobs(model.num_layers)
+    knobs = policy.knobs(model)
+    take = functools.partial(
+        first_step if state.kept_slots is not None else later_step,
+        model,
+        params,
+        knobs=knobs,
+        ranking=policy.ranking,
+        execution=execution,
+    )
     if state.kept_slots is not None:
-        return first_step(model, params, state, token, knobs, execution=execution)
+        return take(state, token)
 
     def body(carry, *, rescore):
-        return later_step(
-            model, params, carry[0], token, knobs, rescore=rescore, execution=execution
-        )
+        return take(carry[0], token, rescore=rescore)
 
     bodies = step_kinds(policy)
     if len(bodies) == 1:
@@ -105,119 +119,157 @@ def run_due_body(
 
 
 def later_step(
-    model, params, state, token, knobs, *, rescore: bool, execution: Execution
+    model: Model,
+    params: Params,
+    state: KVState,
+    token: Array,
+    knobs: Knobs,
+    ranking: Ranking,
+    *,
+    rescore: bool,
+    execution: Execution = ON_THIS_MACHINE,
 ) -> tuple[KVState, Array]:
-    """A step of a state whose shape stays: at most one token a row is evicted."""
-    state, active, logits = _insert_attend_aggregate(
-        model, params, state, token, knobs, rescore=rescore, execution=execution
+    """A step of a state whose shape stays: at most one token of a ranking is evicted.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      state: after step 1.
+      token: [B] int32.
+      knobs: of the policy, traced.
+      ranking: of the policy, static.
+      rescore: static, whether the step scores.
+      execution: static.
+
+    Returns:
+      The state of the same type, and logits [B, V] float32.
+    """
+    state, cache, active, logits = insert_and_attend(
+        model, params, state, token, knobs, ranking, rescore=rescore, execution=execution
     )
-    over_budget = active & (state.num_held > state.budget)
-    candidates = _candidates(state, knobs) & over_budget[:, None]
-    evicted = eviction.lowest(state.scores, state.positions, candidates)
-    return _drop(state, evicted), logits
+    scores, positions = eviction.evict_lowest(
+        state.scores,
+        cache.total_increment if rescore else None,
+        state.positions,
+        _evictable_until(state, knobs),
+        state.budget,
+        state.per_ranking(active),
+        decay=knobs.decay,
+        protect_first=knobs.protect_first,
+        implementation=execution.implementation,
+        mesh=execution.mesh,
+    )
+    state = dataclasses.replace(state, scores=scores, positions=positions, valid=positions >= 0)
+    return state, logits
 
 
 def first_step(
-    model, params, state, token, knobs, *, execution: Execution
+    model: Model,
+    params: Params,
+    state: KVState,
+    token: Array,
+    knobs: Knobs,
+    ranking: Ranking,
+    *,
+    execution: Execution = ON_THIS_MACHINE,
 ) -> tuple[KVState, Array]:
     """Step 1: attend to the whole prompt, evict down to the budget, shrink the cache."""
-    state, _, logits = _insert_attend_aggregate(
-        model, params, state, token, knobs, rescore=True, execution=execution
+    state, cache, active, logits = insert_and_attend(
+        model, params, state, token, knobs, ranking, rescore=True, execution=execution
+    )
+    aged = aggregation.aggregate(state.scores, cache.total_increment, knobs.decay)
+    scores = jnp.where(state.per_ranking(active)[..., None], aged, state.scores)
+    state = dataclasses.replace(state, scores=scores)
+    return evict_to_budget(state, knobs, model.sliding_windows), logits
+
+
+def evict_to_budget(state: KVState, knobs: Knobs, windows: tuple[int | None, ...]) -> KVState:
+    """Drop the lowest tokens of each ranking at once, and shrink the cache to ``kept_slots``."""
+    candidates = eviction.evictable(
+        state.valid, state.positions, _evictable_until(state, knobs), knobs.protect_first, 0
     )
     kept = eviction.select_kept(
-        state.scores, state.positions, state.valid, _candidates(state, knobs), state.budget
+        state.scores, state.positions, state.valid, candidates, state.budget
     )
-    state = _drop(state, state.valid & ~kept)
-    if state.kept_slots == state.num_slots:
-        return dataclasses.replace(state, kept_slots=None), logits
-    return _compact(state), logits
+    state = drop(state, kept)
+    slots = state.num_slots if state.kept_slots is None else state.kept_slots
+    return dataclasses.replace(shrink(state, slots, windows), kept_slots=None)
 
 
-def _insert_attend_aggregate(
-    model, params, state, token, knobs, *, rescore, execution
-) -> tuple[KVState, Array, Array]:
-    """Everything of a step but eviction. Also which rows took it [B], and the logits [B, V]."""
+def insert_and_attend(
+    model: Model,
+    params: Params,
+    state: KVState,
+    token: Array,
+    knobs: Knobs,
+    ranking: Ranking,
+    *,
+    rescore: bool,
+    execution: Execution = ON_THIS_MACHINE,
+    record: tuple[str, ...] = (),
+) -> tuple[KVState, DecodeCache, Array, Array]:
+    """What every step begins with: insert the token, attend, score.
+
+    ``record`` names scorers whose numbers are wanted layer by layer, besides the policy's own; the
+    other arguments are those of ``later_step``.
+
+    Returns:
+      The state with the new token, its utilities not yet aged; the cache as the layers left it
+      (``increment``, ``recorded``); which rows took the step [B]; and the logits [B, V].
+    """
     active = ~state.finished
-    slot = jnp.where(active, state.free_slot, state.num_slots)
-    inserted = jnp.arange(state.num_slots, dtype=jnp.int32)[None] == slot[:, None]
+    inserted_here = state.per_ranking(active)
+    slot = jnp.where(inserted_here, state.free_slot, state.num_slots)
+    inserted = jax.lax.broadcasted_iota(jnp.int32, state.valid.shape, state.valid.ndim - 1)
+    inserted = inserted == slot[..., None]
     prior = aggregation.mean_utility(state.scores, state.valid)
-    scores = jnp.where(inserted, prior[:, None], state.scores)
+    scores = jnp.where(inserted, prior[..., None], state.scores)
     valid = state.valid | inserted
+    place = state.per_ranking(state.next_position)[..., None]
+    positions = jnp.where(inserted, place, state.positions)
     cache = DecodeCache(
         keys=state.keys,
         values=state.values,
         slot=slot,
         valid=valid,
+        positions=positions,
+        position=state.next_position,
+        active=active,
+        row=state.row,
         layer_weights=knobs.layer_weights,
-        increment=(
-            jnp.zeros((model_devices(execution.mesh), *scores.shape), jnp.float32)
-            if rescore
-            else None
-        ),
+        increment=empty_increment(scores, ranking, execution) if rescore else None,
+        seed=knobs.seed,
+        learned=knobs.learned,
+        windows=model.sliding_windows,
+        ranking=ranking,
+        record=record,
         execution=execution,
     )
     hidden, cache = model.hidden(params, token[:, None], state.next_position[:, None], cache)
     logits = model.logits(params, hidden[:, 0])
-    if rescore:
-        aged = aggregation.aggregate(scores, cache.increment.sum(axis=0), knobs.decay)
-        scores = jnp.where(active[:, None], aged, scores)
+    next_position = state.next_position + active.astype(jnp.int32)
     state = dataclasses.replace(
         state,
         keys=cache.keys,
         values=cache.values,
         scores=scores,
         valid=valid,
-        positions=jnp.where(inserted, state.next_position[:, None], state.positions),
-        next_position=state.next_position + active.astype(jnp.int32),
+        positions=positions,
+        budget=_budget(state, knobs, next_position),
+        next_position=next_position,
         finite=state.finite & (jnp.isfinite(logits).all(axis=-1) | ~active),
         step=state.step + 1,
     )
-    return state, active, logits
+    return state, cache, active, logits
 
 
-def _candidates(state: KVState, knobs: Knobs) -> Array:
-    return eviction.evictable(
-        state.valid,
-        state.positions,
-        state.next_position,
-        knobs.protect_first,
-        knobs.protect_recent,
-    )
+def _budget(state: KVState, knobs: Knobs, next_position: Array) -> Array:
+    """The budget of a step: as it was, or the ratio of all tokens seen."""
+    of_seen = tokens_kept_of_seen(state.per_ranking(next_position), knobs.ratio_of_seen)
+    return jnp.where(knobs.ratio_of_seen[0] > 0, of_seen, state.budget)
 
 
-def _drop(state: KVState, evicted: Array) -> KVState:
-    """Free the slots marked in [B, S]; keys and values stay where they are, dead."""
-    return dataclasses.replace(
-        state,
-        scores=jnp.where(evicted, 0.0, state.scores),
-        valid=state.valid & ~evicted,
-        positions=jnp.where(evicted, FREE_POSITION, state.positions),
-    )
-
-
-def _compact(state: KVState) -> KVState:
-    """Gather the held tokens into ``kept_slots`` slots: the one time keys and values move."""
-    assert state.kept_slots is not None
-    source, valid = eviction.compaction(state.valid, state.positions, state.kept_slots)
-
-    def gather(leaf):
-        # An index for every head, no bounds checks: XLA:TPU then gathers 2.3 times as fast, by its
-        # cost model.
-        batch, num_kv_heads = leaf.shape[:2]
-        index = jnp.broadcast_to(
-            source[:, None, :, None], (batch, num_kv_heads, source.shape[1], 1)
-        )
-        return jnp.take_along_axis(leaf, index, axis=2, mode="promise_in_bounds")
-
-    def gather_row(leaf, empty):
-        return jnp.where(valid, jnp.take_along_axis(leaf, source, axis=1), empty)
-
-    return dataclasses.replace(
-        state,
-        keys=tuple(map(gather, state.keys)),
-        values=tuple(map(gather, state.values)),
-        scores=gather_row(state.scores, 0.0),
-        valid=valid,
-        positions=gather_row(state.positions, FREE_POSITION),
-        kept_slots=None,
-    )
+def _evictable_until(state: KVState, knobs: Knobs) -> Array:
+    """[...] int32, the first of the latest positions that are protected."""
+    share = (knobs.recent_fraction * state.budget.astype(jnp.float32)).astype(jnp.int32)
+    return state.per_ranking(state.next_position - knobs.protect_recent) - share

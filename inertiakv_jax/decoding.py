@@ -18,7 +18,7 @@ from inertiakv_jax.decode_step import (
     run_due_body,
     step_kinds,
 )
-from inertiakv_jax.policies import Policy, check_policy
+from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.sharding import check_mesh
 from inertiakv_jax.state import KVState
@@ -88,17 +88,27 @@ def decode(
     limit = steps if limit is None else limit
     _check_decode(model, state, first_token, policy, steps, limit)
     execution = Execution(implementation, mesh)
-    check_mesh(mesh, state.valid.shape[0], model.num_kv_heads)
-    knobs = policy.knobs(model.num_layers)
+    check_mesh(mesh, state.next_position.shape[0], model.num_kv_heads)
+    knobs = policy.knobs(model)
     choice = _Choice(sampling, key, jnp.asarray(tuple(stop_tokens), jnp.int32))
     limit = jnp.asarray(limit, jnp.int32)
-    static = {"bodies": step_kinds(policy), "execution": execution}
+    static = {"ranking": policy.ranking, "execution": execution}
+    bodies = step_kinds(policy)
     if state.kept_slots is None:
         run = _decode_in_place if donate else _decode_copy
-        return run(model, params, state, first_token, knobs, choice, limit, steps=steps, **static)
-    small, tokens = _decode_first(
-        model, params, state, first_token, knobs, choice, execution=execution
-    )
+        return run(
+            model,
+            params,
+            state,
+            first_token,
+            knobs,
+            choice,
+            limit,
+            steps=steps,
+            bodies=bodies,
+            **static,
+        )
+    small, tokens = _decode_first(model, params, state, first_token, knobs, choice, **static)
     if donate:
         _delete_cache(state)
     if steps == 1:
@@ -112,6 +122,7 @@ def decode(
         choice,
         limit - 1,
         steps=steps - 1,
+        bodies=bodies,
         **static,
     )
     return small, jnp.concatenate([tokens, later], axis=1)
@@ -134,11 +145,13 @@ class _Choice:
         return dataclasses.replace(state, finished=state.finished | stopped), emitted
 
 
-def _decode_loop(model, params, state, token, knobs, choice, limit, *, steps, bodies, execution):
+def _decode_loop(
+    model, params, state, token, knobs, choice, limit, *, steps, bodies, ranking, execution
+):
     def take_step(carry, *, rescore):
         state, token, _ = carry
         state, logits = later_step(
-            model, params, state, token, knobs, rescore=rescore, execution=execution
+            model, params, state, token, knobs, ranking, rescore=rescore, execution=execution
         )
         state, emitted = choice(state, logits)
         # A finished row's token is never looked at, but must be an id.
@@ -161,18 +174,18 @@ def _decode_loop(model, params, state, token, knobs, choice, limit, *, steps, bo
     return state, tokens.T
 
 
-def _decode_first_step(model, params, state, token, knobs, choice, *, execution):
-    state, logits = first_step(model, params, state, token, knobs, execution=execution)
+def _decode_first_step(model, params, state, token, knobs, choice, *, ranking, execution):
+    state, logits = first_step(model, params, state, token, knobs, ranking, execution=execution)
     state, emitted = choice(state, logits)
     return state, emitted[:, None]
 
 
 # Module-level jits: one cache of programs for the life of the process. The loop's state is
 # donated, here and nowhere lower, because a step would otherwise copy the whole cache once.
-_STATIC = ("model", "steps", "bodies", "execution")
+_STATIC = ("model", "steps", "bodies", "ranking", "execution")
 _decode_in_place = jax.jit(_decode_loop, static_argnames=_STATIC, donate_argnames="state")
 _decode_copy = jax.jit(_decode_loop, static_argnames=_STATIC)
-_decode_first = jax.jit(_decode_first_step, static_argnames=("model", "execution"))
+_decode_first = jax.jit(_decode_first_step, static_argnames=("model", "ranking", "execution"))
 
 
 def _delete_cache(state: KVState) -> None:
@@ -187,7 +200,7 @@ def _delete_cache(state: KVState) -> None:
 
 
 def _check_decode(model, state, first_token, policy, steps, limit) -> None:
-    batch = state.valid.shape[0]
+    batch = state.next_position.shape[0]
     if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
         raise ValueError(f"steps must be an integer, got {steps!r}")
     if steps < 1:
@@ -215,9 +228,22 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
     if not fewest <= limit <= steps:
         raise ValueError(f"limit must be in {fewest} .. steps={steps}, got {limit}")
     seen = int(np.max(np.where(state.finished, 0, state.next_position)))
-    # A budget beyond the slots never makes room: the cache was sized for the full text.
-    grows = bool(np.any(np.asarray(state.budget) >= state.num_slots))
-    room = min(model.max_positions, state.num_slots) if grows else model.max_positions
-    if seen + limit > room:
-        what = "positions of the model" if room == model.max_positions else "slots of the cache"
-        raise ValueError(f"{seen} tokens and {limit} steps exceed the {room} {what}")
+    if seen + limit > model.max_positions:
+        raise ValueError(
+            f"{seen} tokens and {limit} steps exceed the {model.max_positions} positions of the "
+            "model"
+        )
+    slots = state.num_slots if state.kept_slots is None else state.kept_slots
+    if policy.evicts and policy.ratio_of == "seen":
+        needed = int(policy.budgets([seen + limit], model)[0]) + 1
+        if needed > slots:
+            raise ValueError(
+                f"after {limit} steps the budget needs {needed} slots, but the cache has {slots}; "
+                "give prefill a larger max_new_tokens"
+            )
+        return
+    # A budget beyond the slots never makes room: the cache was sized for the tokens to come.
+    growing = np.asarray(state.budget) >= slots
+    held = int(np.max(np.where(growing, state.num_held, 0)))
+    if held and held + limit > slots:
+        raise ValueError(f"{held} tokens and {limit} steps exceed the {slots} slots of the cache")

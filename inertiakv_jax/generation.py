@@ -12,13 +12,14 @@ from jax import Array
 
 from inertiakv_jax import policies
 from inertiakv_jax.attention import check_implementation
+from inertiakv_jax.budget import window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import check_lengths, prefill
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.state import KVState
-from inertiakv_jax.text import Prompt, RowText, encode_prompts
+from inertiakv_jax.text import Prompt, RowText, encode_prompts, with_repetition
 
 CHUNK_STEPS = 16
 """Decode steps between two looks at the tokens, for stop strings and streaming."""
@@ -31,10 +32,12 @@ class GenerationStats:
     Attributes:
       prompt_tokens: T of each row.
       new_tokens: tokens generated, a stop token included.
-      kept_tokens: tokens in the cache at the end.
-      evicted: tokens evicted.
-      kv_bytes_full: bytes of keys and values of all tokens seen, all rows: the full cache.
-      kv_bytes_kept: bytes of those held at the end.
+      kept_tokens: tokens in the cache at the end; the mean, rounded, where layers or heads keep
+        different numbers. Of layers without a sliding window.
+      evicted: tokens evicted: all seen but those kept.
+      kv_bytes_full: bytes of keys and values of all tokens seen, all rows: the full cache. A layer
+        with a sliding window counts with what its window holds.
+      kv_bytes_kept: bytes of those held at the end, likewise.
       kv_bytes_allocated: bytes of the cache's buffers at the end, free slots included.
       prefill_s: seconds from prompts to first token; the first run of a bucket compiles in it.
       decode_tokens_per_s: all rows together, steps after the first, compilation excluded; 0 if
@@ -139,7 +142,7 @@ def stream(
         beyond the model's positions, or a chat without a template; before anything is compiled.
       FloatingPointError: the logits of a row held NaN or infinity (from the generator).
     """
-    policy = _resolve_policy(policy, ratio)
+    policy = with_repetition(_resolve_policy(policy, ratio), lm)
     stop = _checked_stop(stop)
     ids = encode_prompts(lm, prompts, answer_prefix)
     lengths = np.asarray([len(row) for row in ids], np.int32)
@@ -241,15 +244,19 @@ class _Run:
     def _output(
         self, state: KVState, lengths: np.ndarray, prefill_s: float, rate: float
     ) -> GenerationOutput:
-        kept, seen = np.asarray(state.num_held), np.asarray(state.next_position)
-        token_bytes = policies.kv_bytes_per_token(self.lm.model)
+        seen, model = np.asarray(state.next_position), self.lm.model
+        held = np.asarray(state.num_held, np.float64)  # [B], [E, B] or [E, B, K]
+        held = held.mean(axis=tuple(axis for axis in range(held.ndim) if axis != held.ndim // 2))
+        kept = np.rint(held).astype(int)
+        token_bytes = policies.kv_bytes_per_token(model)
+        window_bytes = sum(window_kv_bytes(model, tokens) for tokens in seen.tolist())
         stats = GenerationStats(
             prompt_tokens=tuple(lengths.tolist()),
             new_tokens=tuple(len(row.tokens) for row in self.rows),
             kept_tokens=tuple(kept.tolist()),
             evicted=tuple((seen - kept).tolist()),
-            kv_bytes_full=int(seen.sum()) * token_bytes,
-            kv_bytes_kept=int(kept.sum()) * token_bytes,
+            kv_bytes_full=int(seen.sum()) * token_bytes + window_bytes,
+            kv_bytes_kept=round(held.sum() * token_bytes) + window_bytes,
             kv_bytes_allocated=state.kv_bytes(),
             prefill_s=prefill_s,
             decode_tokens_per_s=rate,

@@ -1,169 +1,33 @@
-"""Eviction policies: what is scored, when, how scores age, and how many tokens stay."""
+"""The methods by name: each a point in the space of ``Policy``.
 
-import dataclasses
-import math
-import numbers
+Every maker takes the fraction of the prompt to remove (``ratio``; or ``tokens`` or ``kv_bytes``;
+0.9 if nothing is given), and any other field of ``Policy`` to vary the method.
+
+Deviations common to all from other libraries: keys keep the rotation of their place in the text; no
+token is protected unless a field says so, and then by a mask, not a score; ties go by position; the
+token of a step is inserted before it is scored, and may go in its own step.
+"""
+
 import re
-from collections.abc import Callable, Sequence
-from decimal import Decimal
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
+import yaml
 
-from inertiakv_jax.aggregation import sequential_layer_weights
-from inertiakv_jax.state import NO_EVICTION
-from inertiakv_jax.typing import Model
+from inertiakv_jax.aggregation import RULES
+from inertiakv_jax.budget import kv_bytes_per_token as kv_bytes_per_token
+from inertiakv_jax.budget import tokens_kept as tokens_kept
+from inertiakv_jax.checks import is_integer
+from inertiakv_jax.policy import EVERY_STEP, STEP_ONE_ONLY, Policy
+from inertiakv_jax.policy import check_policy as check_policy
+from inertiakv_jax.prefill_method import EXPECTED_ATTENTION, KVZIP, SNAPKV, PrefillMethod
+from inertiakv_jax.state import NO_EVICTION, PER_HEAD, PER_LAYER
 
-EVERY_STEP = 1
-STEP_ONE_ONLY = 0
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Knobs:
-    """The numbers of a policy that a compiled step takes as arguments: changing one is free."""
-
-    decay: Array  # [] float32
-    layer_weights: Array  # [L] float32
-    refresh: Array  # [] int32, rescore every so many steps
-    protect_first: Array  # [] int32
-    protect_recent: Array  # [] int32
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """How a KV cache is thinned out while decoding. Hashable, so static under jit.
-
-    Give the budget one way: ``ratio``, ``tokens`` or ``kv_bytes``. Use the makers below
-    (``inertiakv``, ``lazy``, ``score_free``, ``full``) or ``by_name``.
-
-    Attributes:
-      name: as on the command line and in results.
-      ratio: fraction of the prompt removed, in [0, 1); a row of T tokens keeps
-        T - ceil(ratio * T), at least 1. 0 evicts nothing, ever.
-      tokens: tokens a row keeps, at least 1; shorter rows grow to it first.
-      kv_bytes: bytes of keys and values a row keeps, all layers together.
-      alpha: moving-average coefficient in [0, 1), applied layer by layer as in the paper;
-        higher forgets slower.
-      refresh: rescore every ``refresh`` steps; 1 is every step, 0 is step 1 only.
-      protect_first: this many first positions are never evicted.
-      protect_recent: nor this many latest ones.
-
-    Raises:
-      ValueError: a value out of its range, or more than one budget.
-
-    Source: arXiv 2609.03515 sections 3.1 - 3.3; ``tokens``, ``kv_bytes`` and the exact rounding
-    of the budget are ours.
-    """
-
-    name: str
-    ratio: float | None = None
-    tokens: int | None = None
-    kv_bytes: int | None = None
-    alpha: float = 0.8
-    refresh: int = EVERY_STEP
-    protect_first: int = 0
-    protect_recent: int = 0
-
-    def __post_init__(self):
-        given = [f for f in ("ratio", "tokens", "kv_bytes") if getattr(self, f) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                "expected exactly one of ratio, tokens, kv_bytes, got "
-                + (" and ".join(f"{f}={getattr(self, f)!r}" for f in given) or "none")
-            )
-        if self.ratio is not None:
-            _check(self, "ratio", _in_unit_interval, "a number in [0, 1)")
-        for name in ("tokens", "kv_bytes"):
-            if getattr(self, name) is not None:
-                _check(
-                    self, name, lambda value: _is_integer(value) and value >= 1, "an integer >= 1"
-                )
-        _check(self, "alpha", _in_unit_interval, "a number in [0, 1)")
-        for name in ("refresh", "protect_first", "protect_recent"):
-            _check(self, name, lambda value: _is_integer(value) and value >= 0, "an integer >= 0")
-
-    @property
-    def evicts(self) -> bool:
-        """False for the full cache."""
-        return bool(self.ratio != 0)  # a NumPy ratio compares to a NumPy bool
-
-    @property
-    def scores_some_steps(self) -> bool:
-        """Whether steps after the first may rescore."""
-        return self.evicts and self.refresh != STEP_ONE_ONLY
-
-    @property
-    def skips_some_steps(self) -> bool:
-        """Whether steps after the first may leave the utilities as they are."""
-        return not self.evicts or self.refresh != EVERY_STEP
-
-    def budgets(self, lengths: Sequence[int] | np.ndarray, model: Model) -> np.ndarray:
-        """Tokens each row may hold after a decode step (R).
-
-        Args:
-          lengths: [B] ints, prompt tokens of each row, padding not counted.
-          model: gives the bytes of one token.
-
-        Returns:
-          [B] int32, ``NO_EVICTION`` where nothing is ever evicted.
-
-        Raises:
-          ValueError: the budget leaves no room for an evictable token next to the protected
-            ones, or ``kv_bytes`` is below one token.
-        """
-        lengths = [int(length) for length in lengths]
-        if not self.evicts:
-            return np.full(len(lengths), NO_EVICTION, np.int32)
-        if self.ratio is not None:
-            budgets = [tokens_kept(length, self.ratio) for length in lengths]
-        elif self.tokens is not None:
-            budgets = [self.tokens] * len(lengths)
-        else:
-            assert self.kv_bytes is not None
-            token_bytes = kv_bytes_per_token(model)
-            if self.kv_bytes < token_bytes:
-                raise ValueError(f"kv_bytes={self.kv_bytes} is below one token's {token_bytes}")
-            budgets = [self.kv_bytes // token_bytes] * len(lengths)
-        protected = self.protect_first + self.protect_recent
-        if protected > min(budgets):
-            raise ValueError(
-                f"protect_first={self.protect_first} and protect_recent={self.protect_recent} "
-                f"must fit the smallest budget of the batch, {min(budgets)} tokens "
-                f"(prompt lengths {lengths})"
-            )
-        return np.asarray([min(budget, NO_EVICTION) for budget in budgets], np.int32)
-
-    def knobs(self, num_layers: int) -> Knobs:
-        """The policy's numbers as arrays, for a model of ``num_layers`` eligible layers."""
-        return Knobs(
-            decay=jnp.float32(self.alpha**num_layers),
-            layer_weights=jnp.asarray(sequential_layer_weights(self.alpha, num_layers)),
-            refresh=_as_int32(max(self.refresh, 1)),
-            protect_first=_as_int32(self.protect_first),
-            protect_recent=_as_int32(self.protect_recent),
-        )
-
-
-def tokens_kept(length: int, ratio: float) -> int:
-    """Budget of a prompt: ``length - ceil(ratio * length)``, at least 1, without rounding error.
-
-    >>> [tokens_kept(length, 0.9) for length in (10, 100, 1000, 3)]
-    [1, 10, 100, 1]
-    >>> tokens_kept(4095, 0.8)
-    819
-    """
-    # Decimal of the shortest repr is the number the caller wrote; float64 gives 9 for 0.9 of 100.
-    return max(1, length - math.ceil(Decimal(repr(float(ratio))) * length))
-
-
-def kv_bytes_per_token(model: Model) -> int:
-    """Bytes of one token's keys and values over all layers."""
-    itemsize = jnp.dtype(model.dtype).itemsize
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+DEFAULT_RATIO = 0.9
+_BUDGETS = ("ratio", "tokens", "kv_bytes")
 
 
 def full() -> Policy:
@@ -179,10 +43,6 @@ def _full(ratio: float | None = None, **options: Any) -> Policy:
 def inertiakv(ratio: float | None = None, **options: Any) -> Policy:
     """InertiaKV: utilities are a moving average of attention, rescored every step.
 
-    Args:
-      ratio: fraction of the prompt removed; or give ``tokens`` or ``kv_bytes``. 0.9 if none is.
-      **options: fields of ``Policy``.
-
     Source: arXiv 2609.03515 section 3.2.
     """
     refresh = options.get("refresh", EVERY_STEP)
@@ -192,7 +52,7 @@ def inertiakv(ratio: float | None = None, **options: Any) -> Policy:
 
 def lazy(refresh: int, ratio: float | None = None, **options: Any) -> Policy:
     """InertiaKV-Lazy: rescore every ``refresh`` steps, evict at every one (eq. 6)."""
-    if not _is_integer(refresh) or refresh < 1:
+    if not is_integer(refresh) or refresh < 1:
         raise ValueError(f"refresh must be an integer >= 1, got {refresh!r}")
     return _make(f"lazy{refresh}", ratio, options | {"refresh": refresh})
 
@@ -205,11 +65,163 @@ def score_free(ratio: float | None = None, **options: Any) -> Policy:
     return _make("score-free", ratio, options)
 
 
+def single_step(ratio: float | None = None, **options: Any) -> Policy:
+    """The last step's attention, mean over all layers, no memory (arXiv 2609.03515, ablation)."""
+    return _make("single-step", ratio, options, **RULES["single-step"])
+
+
+def cumulative(ratio: float | None = None, **options: Any) -> Policy:
+    """The sum of all steps' attention, one ranking (arXiv 2609.03515 eq. 3)."""
+    return _make("cumulative", ratio, options, **RULES["cumulative"])
+
+
+def tova(ratio: float | None = None, **options: Any) -> Policy:
+    """TOVA: the last step's attention, mean over heads, one ranking a layer.
+
+    Source: arXiv 2401.06104. kvpress exempts the newest token (``protect_recent=1``); the paper
+    does not.
+    """
+    return _make("tova", ratio, options, retention=PER_LAYER, decay=0.0)
+
+
+def h2o(ratio: float | None = None, **options: Any) -> Policy:
+    """H2O: the attention of all queries so far, added up per head; half the budget is the latest.
+
+    Source: arXiv 2306.14048. Deviation: under grouped-query attention a kv head has one ranking, of
+    its query heads' mean. Scoring the prompt's queries makes a second pass of their attention.
+    """
+    return _make(
+        "h2o",
+        ratio,
+        options,
+        retention=PER_HEAD,
+        decay=1.0,
+        recent_fraction=0.5,
+        prompt_queries=NO_EVICTION,
+    )
+
+
+def keydiff(ratio: float | None = None, **options: Any) -> Policy:
+    """KeyDiff: keys least like the mean key stay, per head.
+
+    Source: arXiv 2504.15364. Deviation: applied at decode steps, as in arXiv 2609.03515, not while
+    the prompt is read in blocks.
+    """
+    return _make("keydiff", ratio, options, scorer="keydiff", retention=PER_HEAD, decay=0.0)
+
+
+def knorm(ratio: float | None = None, **options: Any) -> Policy:
+    """KNorm: keys of the smallest norm stay, per head.
+
+    Source: arXiv 2406.11430. Deviation: applied at decode steps; no layer is exempt.
+    """
+    return _make("knorm", ratio, options, scorer="knorm", retention=PER_HEAD, decay=0.0)
+
+
+def streaming_llm(ratio: float | None = None, **options: Any) -> Policy:
+    """StreamingLLM: the first four tokens (sinks) and the latest.
+
+    Source: arXiv 2309.17453. Deviation: positions are those of the text, gaps and all, where the
+    paper re-numbers those of the cache.
+    """
+    return _make("streaming-llm", ratio, options, scorer="recency", decay=0.0, protect_first=4)
+
+
+def random(ratio: float | None = None, **options: Any) -> Policy:
+    """Random tokens stay; a token's draw depends on ``seed``, its row and its position alone."""
+    return _make("random", ratio, options, scorer="random")
+
+
+def recency(ratio: float | None = None, **options: Any) -> Policy:
+    """The latest tokens stay (arXiv 2609.03515 section 5.1): a sliding window, no sinks."""
+    return _make("recency", ratio, options, scorer="recency", decay=0.0)
+
+
+def vnorm(ratio: float | None = None, **options: Any) -> Policy:
+    """InertiaKV's aggregation of attention times value norm (arXiv 2609.03515 section 5.1)."""
+    return _make("vnorm", ratio, options, scorer="vnorm")
+
+
+def entropy(ratio: float | None = None, **options: Any) -> Policy:
+    """InertiaKV's aggregation of attention weighted by entropy (arXiv 2609.03515 section 5.1)."""
+    return _make("entropy", ratio, options, scorer="entropy")
+
+
+def learned(
+    ratio: float | None = None, *, scorer_weights: str | None = None, **options: Any
+) -> Policy:
+    """InertiaKV's aggregation of the learned bilinear scorer (arXiv 2609.03515 section 5.1).
+
+    Args:
+      ratio: fraction of the prompt removed.
+      scorer_weights: file written by ``inertiakv train-scorer``.
+      **options: fields of ``Policy``.
+    """
+    if scorer_weights is None:
+        raise ValueError(
+            "policy 'learned' needs scorer_weights=, a file that `inertiakv train-scorer` wrote"
+        )
+    return _make("learned", ratio, options, scorer="learned", scorer_weights=scorer_weights)
+
+
+def snapkv(ratio: float | None = None, **options: Any) -> Policy:
+    """SnapKV: once, after prefill, what the prompt's last 64 queries attend to, pooled, per head.
+
+    Source: arXiv 2404.14469. Deviations: scores of a kv head are the mean of its query heads; the
+    pool is a mean of 5 neighbours, as in kvpress (the paper pools by maximum of 7).
+    """
+    return _prefill_time("snapkv", ratio, options, scorer=SNAPKV)
+
+
+def adakv_ea(ratio: float | None = None, **options: Any) -> Policy:
+    """Ada-KV budgets per head over Expected Attention, once, after prefill.
+
+    Sources: arXiv 2407.11550, 2510.00636. The heads of a layer keep different numbers of tokens;
+    memory is that of the longest head, the rest is masked.
+    """
+    return _prefill_time(
+        "adakv-ea",
+        ratio,
+        options,
+        scorer=EXPECTED_ATTENTION,
+        head_budgets="layer",
+        protect_first=4,
+    )
+
+
+def kvzip(ratio: float | None = None, **options: Any) -> Policy:
+    """KVzip: once, after prefill, what repeating the prompt attends to; budgets over all heads.
+
+    Source: arXiv 2505.23416. Reads the prompt a second time. Memory is that of the longest head,
+    the rest is masked.
+    """
+    return _prefill_time(
+        "kvzip", ratio, options, scorer=KVZIP, head_budgets="model", protect_first=4
+    )
+
+
 _MAKERS: dict[str, Callable[..., Policy]] = {
     "full": _full,
     "inertiakv": inertiakv,
     "score-free": score_free,
+    "single-step": single_step,
+    "cumulative": cumulative,
+    "tova": tova,
+    "h2o": h2o,
+    "snapkv": snapkv,
+    "adakv-ea": adakv_ea,
+    "keydiff": keydiff,
+    "knorm": knorm,
+    "kvzip": kvzip,
+    "streaming-llm": streaming_llm,
+    "random": random,
+    "vnorm": vnorm,
+    "entropy": entropy,
+    "recency": recency,
+    "learned": learned,
 }
+METHODS: Mapping[str, Callable[..., Policy]] = MappingProxyType(_MAKERS)
+"""Makers by name; lazyR has its interval in its name and is not among them."""
 
 NAMES = (*_MAKERS, "lazyR")
 """What ``by_name`` takes; R is the refresh interval, as in lazy4."""
@@ -219,18 +231,28 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     """Make a policy from its name, as given on the command line.
 
     Args:
-      name: one of ``NAMES``.
+      name: one of ``NAMES``; "A+B" for the prefill-time method A followed by the decode-time method
+        B, with ``prefill_ratio`` (0.5) for A and the rest for B; or the path of a .yaml file.
       ratio: fraction of the prompt removed; ignored by ``full``.
-      **options: fields of ``Policy``; likewise.
+      **options: fields of ``Policy``; likewise. Those of ``PrefillMethod`` for a prefill-time
+        method; ``aggregation``, one of ``aggregation.RULES``, for a decode-time one.
 
     Raises:
       ValueError: an unknown name (the known ones are listed), or an option out of range.
 
     >>> by_name("lazy4", ratio=0.9).refresh
     4
+    >>> by_name("snapkv+lazy4", ratio=0.9).prefill.scorer
+    'snapkv'
     """
     if not isinstance(name, str):
         raise ValueError(f"policy must be a name, got {name!r}; one of: {', '.join(NAMES)}")
+    if name.endswith((".yaml", ".yml")):
+        return from_file(name, ratio=ratio, **options)
+    if "+" in name:
+        first, second = name.split("+", 1)
+        prefill_ratio = options.pop("prefill_ratio", 0.5)
+        return compose(by_name(first, prefill_ratio), by_name(second, ratio, **options))
     if match := re.fullmatch(r"lazy([1-9][0-9]*)", name):
         return lazy(int(match[1]), ratio, **options)
     if name not in _MAKERS:
@@ -238,35 +260,82 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     return _MAKERS[name](ratio, **options)
 
 
-def _make(name: str, ratio: float | None, options: dict[str, Any]) -> Policy:
-    if ratio is None and not {"tokens", "kv_bytes"} & {
-        k for k, v in options.items() if v is not None
-    }:
-        ratio = 0.9
+def compose(prefill: Policy, decode: Policy) -> Policy:
+    """A prefill-time method, then a decode-time one: for where prefill memory binds.
+
+    The first is taken with the retention of the second: a shared ranking needs the same tokens in
+    all layers, so the scores are averaged over layers and heads (ours).
+
+    Source: arXiv 2609.03515, limitations.
+
+    Raises:
+      ValueError: ``prefill`` has no prefill-time method, or ``decode`` has one, too.
+    """
+    method = prefill.prefill
+    if method is None:
+        raise ValueError(f"{prefill.name!r} is no prefill-time method")
+    if decode.prefill is not None:
+        raise ValueError(f"{decode.name!r} is a prefill-time method, too")
+    head_budgets = method.head_budgets if decode.retention == PER_HEAD else "equal"
+    method = replace(method, retention=decode.retention, head_budgets=head_budgets)
+    return replace(decode, name=f"{prefill.name}+{decode.name}", prefill=method)
+
+
+def from_file(path: str | Path, **options: Any) -> Policy:
+    """Make a policy from a .yaml file: ``name`` and options, as ``by_name`` takes them.
+
+    Args:
+      path: the file.
+      **options: take precedence over the file's; None leaves the file's.
+
+    Raises:
+      ValueError: no such file, no mapping, or an unknown key or value; names the file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"no policy at {str(path)!r}: {error}") from error
+    try:
+        config = yaml.safe_load(text)
+        if not isinstance(config, dict) or not isinstance(config.get("name"), str):
+            raise ValueError("expected a mapping with a name and options")
+        given = {key: value for key, value in options.items() if value is not None}
+        if any(key in _BUDGETS for key in given):
+            config = {key: value for key, value in config.items() if key not in _BUDGETS}
+        return by_name(**(config | given))
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _make(name: str, ratio: float | None, options: Mapping[str, Any], **method: Any) -> Policy:
+    """A policy of ``method``'s fields, varied by ``options``."""
+    options = dict(options)
+    rule = options.pop("aggregation", None)
+    if rule is not None and rule not in RULES:
+        raise ValueError(f"aggregation must be one of {', '.join(RULES)}, got {rule!r}")
+    options = {**method, **(RULES[rule] if rule is not None else {}), **options}
+    _check_names(options, Policy, name)
+    if ratio is None and options.get("tokens") is None and options.get("kv_bytes") is None:
+        ratio = DEFAULT_RATIO
     return Policy(name, ratio=ratio, **options)
 
 
-def _as_int32(value: int) -> Array:
-    """A count that a step compares with others; beyond int32 is as good as its largest."""
-    return jnp.int32(min(value, NO_EVICTION))
+def _prefill_time(
+    name: str, ratio: float | None, options: Mapping[str, Any], **method: Any
+) -> Policy:
+    options = {**method, **options}
+    _check_names(options, PrefillMethod, name)
+    if ratio is None and options.get("tokens") is None and options.get("kv_bytes") is None:
+        ratio = DEFAULT_RATIO
+    chosen = PrefillMethod(ratio=ratio, **options)
+    return Policy(name, ratio=0.0, retention=chosen.retention, prefill=chosen)
 
 
-def check_policy(policy: Any) -> None:
-    """Raise ValueError for a name where a ``Policy`` is needed, or anything else that is none."""
-    if not isinstance(policy, Policy):
-        hint = f"; write policies.by_name({policy!r})" if isinstance(policy, str) else ""
-        raise ValueError(f"policy must be a Policy, got {policy!r}{hint}")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _in_unit_interval(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and 0.0 <= float(value) < 1.0
-
-
-def _check(policy: Policy, name: str, good: Callable[[Any], bool], expected: str) -> None:
-    value = getattr(policy, name)
-    if not good(value):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
+def _check_names(options: Mapping[str, Any], of: type, name: str) -> None:
+    known = [field.name for field in fields(of) if field.name not in ("name", "prefill")]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise ValueError(
+            f"policy {name!r} has no option {', '.join(map(repr, unknown))}; it takes "
+            + ", ".join(known)
+        )

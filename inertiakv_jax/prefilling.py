@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,11 @@ from jax import Array
 from jax.core import Tracer
 
 from inertiakv_jax import state as kv_state
-from inertiakv_jax.attention import PrefillCache
-from inertiakv_jax.policies import Policy, check_policy
+from inertiakv_jax.attention import ring_positions
+from inertiakv_jax.observation import nothing_observed
+from inertiakv_jax.policy import Policy, check_policy
+from inertiakv_jax.prefill_attention import PrefillCache
+from inertiakv_jax.prompt_thinning import observing_of, rank, thin_out_prompt
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
@@ -27,12 +31,14 @@ def prefill(
     policy: Policy,
     *,
     max_new_tokens: int | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
 ) -> tuple[KVState, Array]:
     """Run the prompts through the model and keep every key and value.
 
     Memory grows linearly with T: chunks of the prompt attend to blocks of keys, and no T x T
     array exists. Programs are shared by prompts of one capacity bucket, whatever their lengths,
-    and by all policies.
+    and by all decode-time policies. A policy with a prefill-time method has its prompt thinned out
+    before this returns; one with ``prompt_queries`` has its utilities.
 
     Args:
       model: the decoder.
@@ -41,8 +47,10 @@ def prefill(
         Ids from the vocabulary: one beyond it makes the row's logits NaN (``state.finite``).
       lengths: [B] int, tokens of each row, 1 .. T. Concrete: budgets are computed from them.
       policy: sets each row's budget and the capacity after decode step 1.
-      max_new_tokens: tokens that will be decoded; needed where nothing is evicted, since the
-        cache must have room for them.
+      max_new_tokens: tokens that will be decoded; needed where the cache grows with them, since it
+        must have room.
+      rows: [B] ints from 0 on, a number for each row, which random evictions are drawn for; None
+        numbers them 0 .. B-1. Give a row's own to have it evict as in another batch.
 
     Returns:
       state: ready for decode step 1, S > T slots.
@@ -58,15 +66,28 @@ def prefill(
     check_policy(policy)
     tokens, lengths = _checked_prompts(model, tokens, lengths, max_new_tokens)
     budgets = policy.budgets(lengths, model)
+    if policy.prefill is not None:
+        policy.prefill.check(lengths, model)
+    most_kept = _most_kept(model, policy, budgets, lengths, max_new_tokens)
     longest = int(lengths.max())
-    # A row never holds more tokens than the model has positions, whatever its budget.
-    most_kept = min(int(budgets.max()), model.max_positions)
-    slots, kept_slots = _capacities(policy, most_kept, longest, max_new_tokens)
+    new_tokens = _new_tokens(policy, max_new_tokens)
+    slots = _full_slots(max(longest + 1, longest + new_tokens, most_kept + 1))
     chunk = CHUNK if slots % CHUNK == 0 else 64
     padded = np.zeros((len(lengths), slots), np.int32)
     padded[:, :longest] = np.where(_is_prompt(tokens, lengths), tokens, 0)[:, :longest]
-    state, logits = _prefill(model, params, padded, lengths, budgets, chunk=chunk)
+    observing = observing_of(policy)
+    state, logits, observed = _prefill(
+        model, params, padded, lengths, budgets, chunk=chunk, observing=observing
+    )
+    if rows is not None:
+        state = dataclasses.replace(state, row=_checked_rows(rows, len(lengths)))
+    state = rank(state, observed, policy, model)
+    if policy.prefill is not None:
+        state = thin_out_prompt(
+            model, params, state, padded, observed, policy.prefill, lengths, new_tokens
+        )
     # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
+    kept_slots = kv_state.slots_for(most_kept + 1, multiple=64) if policy.evicts else None
     return dataclasses.replace(state, kept_slots=kept_slots), logits
 
 
@@ -119,19 +140,36 @@ def check_lengths(model: Model, lengths: np.ndarray, max_new_tokens: int | None)
         )
 
 
-def _capacities(
-    policy: Policy, most_kept: int, longest: int, max_new_tokens: int | None
-) -> tuple[int, int | None]:
-    """Slots of the full cache, and of the one that step 1 leaves; None if nothing is evicted."""
-    if not policy.evicts:
+def _most_kept(model, policy, budgets, lengths, max_new_tokens) -> int:
+    """Tokens that a ranking may hold after a decode step."""
+    if policy.ratio_of == "seen" and policy.evicts:
         if max_new_tokens is None:
             raise ValueError(
-                f"policy {policy.name!r} evicts nothing, so prefill needs max_new_tokens= to "
-                "size the cache"
+                f"the budget of policy {policy.name!r} grows with the text, so prefill needs "
+                "max_new_tokens= to size the cache"
             )
-        return _full_slots(longest + max_new_tokens), None
-    kept = kv_state.slots_for(most_kept + 1, multiple=64)
-    return _full_slots(max(longest + 1, kept)), kept
+        budgets = policy.budgets(lengths + max_new_tokens, model)
+    # A row never holds more tokens than the model has positions, whatever its budget.
+    return min(int(budgets.max()), model.max_positions) if policy.evicts else 0
+
+
+def _new_tokens(policy: Policy, max_new_tokens: int | None) -> int:
+    """Room for new tokens that the full cache needs; none if decoding evicts."""
+    if policy.evicts:
+        return 0
+    if max_new_tokens is None:
+        raise ValueError(
+            f"policy {policy.name!r} evicts nothing while decoding, so prefill needs "
+            "max_new_tokens= to size the cache"
+        )
+    return max_new_tokens
+
+
+def _checked_rows(rows, batch: int) -> Array:
+    rows = np.asarray(rows)
+    if rows.shape != (batch,) or not np.issubdtype(rows.dtype, np.integer) or rows.min() < 0:
+        raise ValueError(f"rows must be {batch} integers from 0 on, got {rows.dtype} {rows}")
+    return jnp.asarray(rows % 2**31, jnp.int32)
 
 
 def _full_slots(tokens: int) -> int:
@@ -139,18 +177,21 @@ def _full_slots(tokens: int) -> int:
 
 
 # A module-level jit: one cache of programs for the life of the process.
-@functools.partial(jax.jit, static_argnames=("model", "chunk"))
-def _prefill(model, params, tokens, lengths, budgets, *, chunk):
+@functools.partial(jax.jit, static_argnames=("model", "chunk", "observing"))
+def _prefill(model, params, tokens, lengths, budgets, *, chunk, observing):
     batch, slots = tokens.shape
-    empty = kv_state.init(model, batch, slots, budget=budgets)
+    windows = model.sliding_windows
 
     def read_chunk(index, carry):
-        keys, values, last_hidden = carry
+        keys, values, observed, last_hidden = carry
         offset = index * chunk
         within = jnp.arange(chunk, dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(offset + within, (batch, chunk))
         chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
-        cache = PrefillCache(keys, values, offset)
+        rotary = model.rotary(positions) if observing is not None and observing.moments else None
+        cache = PrefillCache(
+            keys, values, offset, lengths, observed, rotary, windows=windows, observing=observing
+        )
         hidden, cache = model.hidden(params, chunk_tokens, positions, cache)
         place = lengths - 1 - offset
         row_hidden = jnp.take_along_axis(
@@ -158,35 +199,72 @@ def _prefill(model, params, tokens, lengths, budgets, *, chunk):
         )[:, 0]
         here = (place >= 0) & (place < chunk)
         last_hidden = jnp.where(here[:, None], row_hidden, last_hidden)
-        return cache.keys, cache.values, last_hidden
+        return cache.keys, cache.values, cache.observed, last_hidden
 
+    keys = _empty_caches(model, batch, slots, chunk)
+    values = _empty_caches(model, batch, slots, chunk)
+    observed = nothing_observed(
+        observing,
+        kv_state.num_eligible(model),
+        batch,
+        model.num_heads,
+        (batch, model.num_kv_heads, slots, model.head_dim),
+    )
+    start = (keys, values, observed)
     hidden_shape = jax.eval_shape(
         lambda p: model.hidden(
             p,
             tokens[:, :chunk],
             jnp.zeros((batch, chunk), jnp.int32),
-            PrefillCache(empty.keys, empty.values, jnp.int32(0)),
+            PrefillCache(keys, values, jnp.int32(0), lengths, windows=windows),
         )[0],
         params,
     )
     last_hidden = jnp.zeros((batch, hidden_shape.shape[-1]), hidden_shape.dtype)
     num_chunks = (jnp.max(lengths) + chunk - 1) // chunk
-    keys, values, last_hidden = jax.lax.fori_loop(
-        0, num_chunks, read_chunk, (empty.keys, empty.values, last_hidden)
+    keys, values, observed, last_hidden = jax.lax.fori_loop(
+        0, num_chunks, read_chunk, (*start, last_hidden)
     )
     logits = model.logits(params, last_hidden)
     slot = jnp.arange(slots, dtype=jnp.int32)[None]
     valid = slot < lengths[:, None]
     state = KVState(
-        keys=keys,
-        values=values,
-        scores=empty.scores,
+        keys=_rings(keys, lengths, windows),
+        values=_rings(values, lengths, windows),
+        scores=jnp.zeros((batch, slots), jnp.float32),
         valid=valid,
         positions=jnp.where(valid, slot, kv_state.FREE_POSITION),
+        budget=budgets,
         next_position=lengths,
-        budget=empty.budget,
-        finished=empty.finished,
+        row=jnp.arange(batch, dtype=jnp.int32),
+        finished=jnp.zeros((batch,), jnp.bool_),
         finite=jnp.isfinite(logits).all(axis=-1),
-        step=empty.step,
+        step=jnp.zeros((), jnp.int32),
     )
-    return state, logits
+    return state, logits, observed
+
+
+def _empty_caches(model: Model, batch: int, slots: int, chunk: int) -> tuple[Array, ...]:
+    """Zeros to read the prompt into: all slots, or a ring of the window and a chunk."""
+
+    def size(window):
+        return slots if window is None else min(slots, -(-window // chunk) * chunk + chunk)
+
+    return tuple(
+        jnp.zeros((batch, model.num_kv_heads, size(window), model.head_dim), model.dtype)
+        for window in model.sliding_windows
+    )
+
+
+def _rings(leaves, lengths: Array, windows) -> tuple[Array, ...]:
+    """Bring each sliding window from its place in prefill's ring to slot p % W."""
+
+    def ring(leaf, window):
+        if window is None:
+            return leaf
+        positions = ring_positions(lengths - 1, window)
+        source = (positions % leaf.shape[2])[:, None, :, None]
+        source = jnp.broadcast_to(source, (*leaf.shape[:2], window, 1))
+        return jnp.take_along_axis(leaf, source, axis=2, mode="promise_in_bounds")
+
+    return tuple(map(ring, leaves, windows))

@@ -11,8 +11,18 @@ MODEL = "model"
 TOKEN_HEADS = P(DATA, None, MODEL, None)  # [B, 1, heads, D], one token's queries, keys or values
 CACHE = P(DATA, MODEL, None, None)  # [B, K, S, D]
 ROW = P(DATA)  # [B]
+HEADS = P(MODEL)  # [N or K, ...]
+HEAD_ROW = P(DATA, MODEL)  # [B, K]
 SLOTS = P(DATA, None)  # [B, S]
+HEAD_SLOTS = P(DATA, MODEL, None)  # [B, K, S]
 PARTIAL_SCORES = P(MODEL, DATA, None)  # [devices of MODEL, B, S], each its own heads' part
+SCALAR = P()
+
+
+def ranking_spec(ndim: int) -> tuple[P, P]:
+    """Of an array over slots, and of one without: [B, S], [E, B, S] or [E, B, K, S], by rank."""
+    slots = {2: SLOTS, 3: P(None, *SLOTS), 4: P(None, *HEAD_SLOTS)}[ndim]
+    return slots, P(*slots[:-1])
 
 
 def check_mesh(mesh: Mesh | None, batch: int, num_kv_heads: int) -> None:

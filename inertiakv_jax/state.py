@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from inertiakv_jax.typing import Model
 
@@ -15,15 +14,24 @@ FREE_POSITION = -1
 NO_EVICTION = 2**31 - 1
 """A budget that is never reached: the full cache."""
 
+SHARED, PER_LAYER, PER_HEAD = "shared", "per_layer", "per_head"
+RETENTIONS = (SHARED, PER_LAYER, PER_HEAD)
+"""One ranking for all layers, so the same tokens everywhere; one a layer; one a kv head."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVState:
     """Everything decoding carries from one step to the next. Only functions make new ones.
 
+    Leading axes ``...`` are [B] where all layers share a ranking, [E, B] for one a layer, [E, B, K]
+    for one a kv head. E counts the layers without a sliding window; one with a window W has a ring
+    of W slots, in which the token at position p lies in slot p % W, and nothing else below is said
+    of it.
+
     Invariants:
-      * Slot s of row b holds a token if and only if ``valid[b, s]``; its keys are rotated by
-        ``positions[b, s]``, the token's place in the text, and never re-rotated.
+      * Slot s of a ranking holds a token if and only if ``valid[..., s]``; its keys are rotated by
+        ``positions[..., s]``, the token's place in the text, and never re-rotated.
       * The next token of a row goes to its first slot that is not valid. At its budget a row has
         one slot more than tokens, so this is the slot of the token just evicted: nothing moves.
       * ``scores`` is 0 and ``positions`` is -1 where ``valid`` is False; ``keys`` and ``values``
@@ -32,13 +40,14 @@ class KVState:
       * Shapes, dtypes and structure change once, at decode step 1 (``kept_slots``), then never.
     """
 
-    keys: tuple[Array, ...]  # L x [B, K, S, D] model dtype, rotated by absolute position
-    values: tuple[Array, ...]  # L x [B, K, S, D] model dtype
-    scores: Array  # [B, S] float32, utility m: the aggregated attention of the token, higher stays
-    valid: Array  # [B, S] bool, the slot holds a token
-    positions: Array  # [B, S] int32, place of the token in the text, counted from 0; -1 where free
+    keys: tuple[Array, ...]  # L x [B, K, S, D] (or W for S) model dtype, rotated by position
+    values: tuple[Array, ...]  # L x [B, K, S, D] (or W for S) model dtype
+    scores: Array  # [..., S] float32, utility m: the aggregated score of the token, higher stays
+    valid: Array  # [..., S] bool, the slot holds a token
+    positions: Array  # [..., S] int32, place of the token in the text, from 0; -1 where free
+    budget: Array  # [...] int32, tokens it may hold after a step (R); NO_EVICTION for no limit
     next_position: Array  # [B] int32, tokens seen so far: the place of the next one
-    budget: Array  # [B] int32, tokens a row may hold after a step (R); NO_EVICTION for no limit
+    row: Array  # [B] int32, number of the row, which random evictions are drawn for
     finished: Array  # [B] bool, the row has emitted a stop token
     finite: Array  # [B] bool, False once the row's logits held NaN or infinity
     step: Array  # [] int32, decode steps taken since prefill (t is step + 1 inside a step)
@@ -47,22 +56,26 @@ class KVState:
 
     @property
     def num_slots(self) -> int:
-        """S, the capacity of every row."""
-        return self.valid.shape[1]
+        """S, the capacity of every layer without a sliding window."""
+        return self.valid.shape[-1]
 
     @property
     def num_held(self) -> Array:
-        """[B] int32, tokens held by each row."""
-        return jnp.sum(self.valid, axis=1, dtype=jnp.int32)
+        """[...] int32, tokens held."""
+        return jnp.sum(self.valid, axis=-1, dtype=jnp.int32)
 
     @property
     def free_slot(self) -> Array:
-        """[B] int32, where each row's next token goes; S for a row that has no room."""
+        """[...] int32, where the next token goes; S where there is no room."""
         return jnp.where(
-            jnp.all(self.valid, axis=1),
+            jnp.all(self.valid, axis=-1),
             jnp.int32(self.num_slots),
-            jnp.argmin(self.valid, axis=1).astype(jnp.int32),
+            jnp.argmin(self.valid, axis=-1).astype(jnp.int32),
         )
+
+    def per_ranking(self, x: Array) -> Array:
+        """[B], one number a row, given to each of its rankings: [...]."""
+        return spread(x, self.valid.shape[:-1])
 
     def kv_bytes(self) -> int:
         """Bytes of all keys and values, free slots included."""
@@ -75,18 +88,18 @@ def init(
     slots: int,
     *,
     budget: Array,
+    retention: str = SHARED,
     kept_slots: int | None = None,
-    dtype: DTypeLike | None = None,
 ) -> KVState:
     """Make an empty state.
 
     Args:
-      model: gives L, K, D and the dtype of keys and values.
+      model: gives the layers, K, D and the dtype of keys and values.
       batch: B, at least 1.
       slots: S, at least 1.
-      budget: [B] int32, each row's R; ``NO_EVICTION`` for no limit.
+      budget: [B] int32, each row's R, or [...] for one a ranking; ``NO_EVICTION`` for no limit.
+      retention: one of ``RETENTIONS``.
       kept_slots: slots to shrink to at decode step 1; None to stay.
-      dtype: of keys and values; None means the model's.
 
     Returns:
       A state that holds no token.
@@ -96,23 +109,55 @@ def init(
     """
     if batch < 1 or slots < 1:
         raise ValueError(f"batch and slots must be at least 1, got {batch=} and {slots=}")
-    if budget.shape != (batch,):
-        raise ValueError(f"budget must have shape ({batch},), got {budget.shape}")
-    shape = (batch, model.num_kv_heads, slots, model.head_dim)
-    dtype = model.dtype if dtype is None else dtype
+    lead = ranking_shape(model, batch, retention)
+    if budget.shape not in ((batch,), lead):
+        expected = " or ".join(map(str, dict.fromkeys([(batch,), lead])))
+        raise ValueError(f"budget must have shape {expected}, got {budget.shape}")
+    if budget.shape != lead:
+        budget = spread(budget, lead)
+
+    def caches():
+        sizes = [slots if window is None else window for window in model.sliding_windows]
+        shapes = [(batch, model.num_kv_heads, size, model.head_dim) for size in sizes]
+        return tuple(jnp.zeros(shape, model.dtype) for shape in shapes)
+
     return KVState(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(model.num_layers)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(model.num_layers)),
-        scores=jnp.zeros((batch, slots), jnp.float32),
-        valid=jnp.zeros((batch, slots), jnp.bool_),
-        positions=jnp.full((batch, slots), FREE_POSITION, jnp.int32),
-        next_position=jnp.zeros((batch,), jnp.int32),
+        keys=caches(),
+        values=caches(),
+        scores=jnp.zeros((*lead, slots), jnp.float32),
+        valid=jnp.zeros((*lead, slots), jnp.bool_),
+        positions=jnp.full((*lead, slots), FREE_POSITION, jnp.int32),
         budget=budget.astype(jnp.int32),
+        next_position=jnp.zeros((batch,), jnp.int32),
+        row=jnp.arange(batch, dtype=jnp.int32),
         finished=jnp.zeros((batch,), jnp.bool_),
         finite=jnp.ones((batch,), jnp.bool_),
         step=jnp.zeros((), jnp.int32),
         kept_slots=kept_slots,
     )
+
+
+def spread(x: Array, shape: tuple[int, ...]) -> Array:
+    """What is said of each row, [B] or [B, S], said of each of its rankings: [...] or [..., S]."""
+    added = len(shape) - x.ndim
+    if added:
+        x = x[None] if added == 1 else x[None, :, None]
+    return jnp.broadcast_to(x, shape)
+
+
+def num_eligible(model: Model) -> int:
+    """E, the layers that keep the whole text and are evicted from."""
+    return sum(window is None for window in model.sliding_windows)
+
+
+def ranking_shape(model: Model, batch: int, retention: str) -> tuple[int, ...]:
+    """Leading axes of what is said of every slot: [B], [E, B] or [E, B, K]."""
+    eligible = num_eligible(model)
+    return {
+        SHARED: (batch,),
+        PER_LAYER: (eligible, batch),
+        PER_HEAD: (eligible, batch, model.num_kv_heads),
+    }[retention]
 
 
 def slots_for(tokens: int, *, multiple: int) -> int:

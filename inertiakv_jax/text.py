@@ -1,11 +1,14 @@
 """Prompts to token ids, and tokens back to text as they come in."""
 
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from inertiakv_jax.language_model import LanguageModel
+from inertiakv_jax.policy import Policy
+from inertiakv_jax.prefill_method import KVZIP
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | np.ndarray
 """A text, a chat (dicts with "role" and "content"), or token ids taken as they are."""
@@ -65,6 +68,32 @@ def _encode(lm: LanguageModel, prompt: Prompt, answer_prefix: str) -> list[int]:
     if ids and answer_prefix:
         ids += lm.tokenizer(answer_prefix, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def with_repetition(policy: Policy, lm: LanguageModel) -> Policy:
+    """``policy`` with the token ids by which KVzip asks this model to repeat the prompt.
+
+    They end as the model's chat template ends a question, or with a line break if it has none.
+    Any other policy comes back as it is. Source of the wording: KVzip, arXiv 2505.23416.
+    """
+    method = policy.prefill
+    if method is None or method.scorer != KVZIP or method.repeat_first:
+        return policy
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    suffix = "\n"
+    if lm.tokenizer.chat_template:
+        mark = "\n##mark##"
+        suffix = lm.chat_prompt([{"role": "user", "content": f"text{mark}"}]).partition(mark)[2]
+    requests = replace(
+        method,
+        repeat_first=encode("\n\nRepeat the previous context exactly."),
+        repeat_next=encode("\n\nRepeat the part of the previous context exactly, starting with"),
+        repeat_suffix=encode(suffix),
+    )
+    return replace(policy, prefill=requests)
 
 
 def _check_unicode(text: str) -> None:

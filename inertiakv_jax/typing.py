@@ -6,7 +6,8 @@ Letters used in every comment, docstring and einsum:
 |--------|--------------------|--------|-------------------------------------|
 | B      | batch rows         | S      | cache slots                         |
 | L      | decoder layers     | D      | head_dim                            |
-| E      | eligible layers    | T      | prompt tokens (a row's own: T_b)    |
+| E      | layers without a   | T      | prompt tokens (a row's own: T_b)    |
+|        | sliding window     | W      | sliding window                      |
 | N      | query heads        | C      | tokens of one forward (1 in decode) |
 | K      | key-value heads    | H      | hidden size                         |
 | G      | N // K             | V      | vocabulary                          |
@@ -27,7 +28,13 @@ class AttentionCache(Protocol):
     """What a model sees of the KV cache: one method, called once per layer, in layer order."""
 
     def attend(
-        self: CacheT, layer: int, query: Array, key: Array, value: Array
+        self: CacheT,
+        layer: int,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        soft_cap: float | None = None,
     ) -> tuple[Array, CacheT]:
         """Store the new keys and values, attend to all that is held, and score it if asked.
 
@@ -36,6 +43,7 @@ class AttentionCache(Protocol):
           query: [B, C, N, D], rotated for its absolute positions, not scaled.
           key: [B, C, K, D], rotated likewise.
           value: [B, C, K, D].
+          soft_cap: static, logits x become soft_cap * tanh(x / soft_cap) (Gemma 2); None: x.
 
         Returns:
           The attention output, [B, C, N, D] in the dtype of ``query``, and the new cache.
@@ -49,7 +57,16 @@ class Model(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """L, all of which keep a cache."""
+        """L."""
+        ...
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """One entry a layer. None: it attends to everything, and its tokens can be evicted.
+
+        W: it attends to its last W tokens, the query's own included, keeps just these, and is
+        never scored.
+        """
         ...
 
     @property
@@ -85,4 +102,13 @@ class Model(Protocol):
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Final norm and head: [..., H] to [..., V] float32."""
+        ...
+
+
+@runtime_checkable
+class RotaryModel(Model, Protocol):
+    """A model that tells how it rotates, for methods that undo it (Expected Attention)."""
+
+    def rotary(self, positions: Array) -> tuple[Array, Array]:
+        """Cosine and sine at [B, C] positions: [B, C, 1, D / 2] float32, of pairs (i, i + D/2)."""
         ...

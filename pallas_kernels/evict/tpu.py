@@ -130,7 +130,8 @@ def _kernel(decay, protect_first, per_row, scores, positions, *rest):
     utility, position = scores[...], positions[...]
     if increment:
         utility = jnp.where(active != 0, decay[0] * utility + increment[0][...], utility)
-    held = jnp.sum((position >= 0).astype(jnp.int32), axis=2, keepdims=True)
+    held = (position >= 0).astype(jnp.int32)
+    held = jnp.sum(held, axis=2, keepdims=True, dtype=jnp.int32)
     limit = jnp.where(held > budget, limit, 0)
     candidates = (position >= protect_first[0]) & (position < limit)
     ranked = jnp.where(candidates, utility, jnp.inf)

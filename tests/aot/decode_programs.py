@@ -53,6 +53,7 @@ def decode_loop(mesh, *, policy, layers, batch, slots, implementation):
             limit,
             steps=STEPS,
             bodies=step_kinds(chosen),
+            ranking=chosen.ranking,
             execution=execution,
         )
 
@@ -69,7 +70,7 @@ def decode_loop(mesh, *, policy, layers, batch, slots, implementation):
     )
     by_rank = {0: P(), 1: ROW, 2: SLOTS, 4: CACHE}
     kv = jax.tree.map(lambda leaf: placed(leaf, by_rank[leaf.ndim]), kv)
-    knobs = jax.tree.map(placed, jax.eval_shape(lambda: chosen.knobs(layers)))
+    knobs = jax.tree.map(placed, jax.eval_shape(lambda: chosen.knobs(model)))
     token = placed(jax.ShapeDtypeStruct((batch,), jnp.int32), ROW)
     limit = placed(jax.ShapeDtypeStruct((), jnp.int32))
     return loop, (params, kv, token, knobs, limit), (1,)

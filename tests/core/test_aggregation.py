@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inertiakv_jax import aggregation, eviction, scoring
+from inertiakv_jax import aggregation, eviction
+from inertiakv_jax.aggregation import RULES, recurrence
+
+
+def sequential(alpha, layers):
+    return recurrence(alpha, None, "sequential", layers, shared=True)
 
 
 @pytest.mark.parametrize(
@@ -17,9 +22,39 @@ from inertiakv_jax import aggregation, eviction, scoring
     ],
 )
 def test_layer_weights(alpha, layers, expected):
-    weights = aggregation.sequential_layer_weights(alpha, layers)
+    decay, weights = sequential(alpha, layers)
     assert weights.dtype == np.float32
     np.testing.assert_allclose(weights, expected, rtol=1e-7)
+    assert decay == alpha**layers
+
+
+@pytest.mark.parametrize(
+    ("rule", "alpha", "decay", "shared", "expected"),
+    [
+        ("layer-sequential", 0.5, None, True, (0.125, [0.125, 0.25, 0.5])),
+        ("layer-sequential", 0.5, 0.4, True, (0.4, [0.6 / 7, 1.2 / 7, 2.4 / 7])),
+        ("layer-sequential", 0.5, None, False, (0.5, [0.5, 0.5, 0.5])),
+        ("over-steps", 0.8, None, True, (0.8, [0.2 / 3] * 3)),
+        ("over-steps", 0.8, 0.25, True, (0.25, [0.25] * 3)),
+        ("single-step", 0.8, None, True, (0.0, [1 / 3] * 3)),
+        ("single-step", 0.8, None, False, (0.0, [1.0] * 3)),
+        ("last-layer", 0.8, None, True, (0.0, [0.0, 0.0, 1.0])),
+        ("cumulative", 0.8, None, True, (1.0, [1 / 3] * 3)),
+        ("cumulative", 0.8, None, False, (1.0, [1.0] * 3)),
+    ],
+)
+def test_rules(rule, alpha, decay, shared, expected):
+    knobs = {"decay": decay, **RULES[rule]} if decay is None else {**RULES[rule], "decay": decay}
+    got = recurrence(alpha, knobs.get("decay"), knobs["layer_weights"], num_layers=3, shared=shared)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-7)
+
+
+def test_numbers_are_used_as_they_are():
+    decay, weights = recurrence(0.8, 0.5, (3.0, 0.0), 2, shared=True)
+    assert (decay, weights.tolist()) == (0.5, [3.0, 0.0])
+    with pytest.raises(ValueError, match="layer_weights has 2 numbers, but the model has 3 layers"):
+        recurrence(0.8, 0.5, (3.0, 0.0), 3, shared=True)
 
 
 @given(
@@ -33,7 +68,7 @@ def test_weights_unroll_the_moving_average_over_layers(alpha, layers, steps, see
     """m <- alpha * m + (1 - alpha) * s[l], layer by layer, is one recurrence a step (eq. 4)."""
     scores = np.random.default_rng(seed).dirichlet(np.ones(5), size=(steps, layers))
     expected, got = np.zeros(5), np.zeros(5)
-    weights = aggregation.sequential_layer_weights(alpha, layers).astype(np.float64)
+    weights = sequential(alpha, layers)[1].astype(np.float64)
     for step in range(steps):
         for layer in range(layers):
             expected = alpha * expected + (1 - alpha) * scores[step, layer]
@@ -83,13 +118,7 @@ def test_new_token_is_not_frozen_out():
     increment = jnp.float32(0.1) * jnp.asarray([[0.175] * 4 + [0.3]])
     m = aggregation.aggregate(m, increment, jnp.float32(0.9))
     np.testing.assert_allclose(m, [[0.2425] * 4 + [0.255]], rtol=1e-6)
-    gone = eviction.lowest(m, jnp.arange(5)[None], jnp.ones((1, 5), bool))
-    assert gone.tolist() == [[True, False, False, False, False]]
-
-
-def test_score_is_the_mean_over_all_query_heads():
-    """Four query heads in two groups: (.8 .1 .1) + (.2 .7 .1), (.1 .1 .8) + (.1 .2 .7)."""
-    mass = jnp.asarray([[[1.0, 0.8, 0.2], [0.2, 0.3, 1.5]]])
-    got = scoring.attention(mass, num_heads=4)
-    np.testing.assert_allclose(got, [[0.3, 0.275, 0.425]], rtol=1e-6)
-    assert got.dtype == jnp.float32
+    kept = eviction.select_kept(
+        m, jnp.arange(5)[None], jnp.ones((1, 5), bool), jnp.ones((1, 5), bool), jnp.asarray([4])
+    )
+    assert kept.tolist() == [[False, True, True, True, True]]

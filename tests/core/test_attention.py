@@ -1,5 +1,6 @@
 """Attention of a chunk of the prompt, against ``jax.nn.dot_product_attention``."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,11 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inertiakv_jax.attention import PrefillCache, causal_chunk_attention
+from inertiakv_jax.prefill_attention import PrefillCache, chunk_attention
 
 # Absolute, of outputs of size 1; both sides are off. Observed: 4.8e-7, 9.3e-3.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
-attend = jax.jit(causal_chunk_attention)
+
+
+@jax.jit
+def attend(query, keys, values, offset):
+    return chunk_attention(query, keys, values, offset)[0]
+
 
 # B, N, K, D, chunk, number of chunks: one of everything, N = K, K = 1, real head counts.
 SHAPES = [
@@ -42,7 +48,7 @@ def in_chunks(query, key, value, chunk):
             for x in (key, value)
         )
         part = query[:, offset : offset + chunk]
-        outputs.append(causal_chunk_attention(part, keys, values, jnp.int32(offset)))
+        outputs.append(chunk_attention(part, keys, values, jnp.int32(offset))[0])
     return jnp.concatenate(outputs, axis=1)
 
 
@@ -82,10 +88,11 @@ def test_cache_writes_a_chunk_and_attends_to_all_before_it():
     query, key, value = inputs((2, 4, 2, 8, 4, 3), "float32")
     expected = in_chunks(query, key, value, chunk=4)
     empty = tuple(jnp.full((2, 2, 12, 8), jnp.nan) for _ in range(2))
-    cache = PrefillCache(keys=empty, values=empty, offset=jnp.int32(0))
+    lengths, windows = jnp.asarray([12, 12]), (None, None)
+    cache = PrefillCache(empty, empty, jnp.int32(0), lengths, windows=windows)
     run = jax.jit(PrefillCache.attend, static_argnums=1)
     for offset in (0, 4, 8):
-        cache = PrefillCache(cache.keys, cache.values, jnp.int32(offset))
+        cache = dataclasses.replace(cache, offset=jnp.int32(offset))
         part = slice(offset, offset + 4)
         output, cache = run(cache, 1, query[:, part], key[:, part], value[:, part])
         np.testing.assert_allclose(output, expected[:, part], atol=1e-6)
@@ -95,3 +102,41 @@ def test_cache_writes_a_chunk_and_attends_to_all_before_it():
         assert jnp.isnan(cache.keys[1][:, :, offset + 4 :]).all()
     np.testing.assert_array_equal(cache.values[1], value.swapaxes(1, 2))
     assert jnp.isnan(cache.keys[0]).all()
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 11, 40])
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+def test_window_in_a_ring(window, soft_cap):
+    """24 tokens through a ring that holds the window and a chunk; the second row ends after 10."""
+    chunk, lengths = 4, np.array([24, 10])
+    query, key, value = inputs((2, 4, 2, 8, chunk, 6), "float32", seed=window)
+    expected = windowed(query, key, value, window, soft_cap)
+    ring = min(24, -(-window // chunk) * chunk + chunk)
+    empty = (jnp.full((2, 2, ring, 8), jnp.nan),)
+    cache = PrefillCache(empty, empty, jnp.int32(0), jnp.asarray(lengths), windows=(window,))
+    run = jax.jit(functools.partial(PrefillCache.attend, soft_cap=soft_cap), static_argnums=1)
+    for offset in range(0, 24, chunk):
+        cache = dataclasses.replace(cache, offset=jnp.int32(offset))
+        part = slice(offset, offset + chunk)
+        output, cache = run(cache, 0, query[:, part], key[:, part], value[:, part])
+        for row, length in enumerate(lengths):
+            real = slice(0, max(length - offset, 0))
+            np.testing.assert_allclose(output[row, real], expected[row, part][real], atol=2e-6)
+    for row, length in enumerate(lengths):  # what decoding will need is still there
+        for position in range(max(length - window, 0), length):
+            kept = cache.keys[0][row, :, position % ring]
+            np.testing.assert_array_equal(kept, key[row, position])
+
+
+def windowed(query, key, value, window, soft_cap):
+    """Attention to the last ``window`` tokens in float64 NumPy."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    key, value = (np.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    logits = np.einsum("bqnd,bsnd->bnqs", query, key) / np.sqrt(query.shape[-1])
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+    apart = np.arange(query.shape[1])[:, None] - np.arange(query.shape[1])[None]
+    logits = np.where((apart >= 0) & (apart < window), logits, -np.inf)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bnqs,bsnd->bqnd", weights, value)

@@ -7,11 +7,22 @@ from hypothesis import strategies as st
 
 from inertiakv_jax import eviction
 
-lowest = jax.jit(eviction.lowest)
 select_kept = jax.jit(eviction.select_kept)
 compaction = jax.jit(eviction.compaction, static_argnames="slots")
 DRAWN = settings(max_examples=60, deadline=None, derandomize=True)
 SLOTS = 9
+
+
+def lowest(scores, positions, candidates):
+    """One-hot mask [1, S] of the candidate with the lowest score, of equals the lowest position."""
+    gone = np.zeros((1, scores.shape[1]), bool)
+    ranked = sorted(
+        (float(scores[0, slot]), int(positions[0, slot]), slot)
+        for slot in np.flatnonzero(candidates[0])
+    )
+    if ranked:
+        gone[0, ranked[0][2]] = True
+    return gone
 
 
 def row(*values, dtype=jnp.float32):
@@ -81,19 +92,55 @@ def test_select_kept_gives_each_row_its_own_budget():
     assert kept.tolist() == [[False, False, True], [True, True, False], [True, True, False]]
 
 
-def test_lowest():
-    scores, positions = row(0.3, 0.1, 0.1, 0.0), row(5, 9, 2, 7, dtype=jnp.int32)
-    candidates = jnp.asarray([[True, True, True, False]])
-    # 0.0 is no candidate; of the two at 0.1 position 2 goes
-    assert lowest(scores, positions, candidates).tolist() == [[False, False, True, False]]
-    assert not lowest(scores, positions, jnp.zeros((1, 4), bool)).any()
+def evict(scores, positions, *, budget, increment=None, active=True, **knobs):
+    """One row through ``evict_lowest``: utilities and positions, None where the slot is free."""
+    left, at = eviction.evict_lowest(
+        row(*scores),
+        None if increment is None else row(*increment),
+        row(*positions, dtype=jnp.int32),
+        jnp.asarray([10]),
+        jnp.asarray([budget]),
+        jnp.asarray([active]),
+        **{"decay": 1.0, **knobs},
+    )
+    return np.asarray(left)[0].tolist(), np.asarray(at)[0].tolist()
 
 
-def test_lowest_ignores_what_free_slots_hold():
-    scores = row(jnp.nan, 0.2, -jnp.inf, 0.1)
-    candidates = jnp.asarray([[False, True, False, True]])
-    got = lowest(scores, row(-1, 4, -1, 6, dtype=jnp.int32), candidates)
-    assert got.tolist() == [[False, False, False, True]]
+def test_evict_lowest():
+    # Of the two at 0.25 position 2 goes; the free slot, at 0, is no candidate.
+    scores, positions = (0.5, 0.25, 0.25, 0.0), (5, 9, 2, -1)
+    assert evict(scores, positions, budget=2) == ([0.5, 0.25, 0.0, 0.0], [5, 9, -1, -1])
+    assert evict(scores, positions, budget=3) == (list(scores), list(positions))
+    assert evict(scores, positions, budget=2, active=False) == (list(scores), list(positions))
+    assert evict(scores, positions, budget=2, protect_first=3)[1] == [5, -1, 2, -1]
+    assert evict(scores, positions, budget=2, protect_first=3, protect_recent=2)[1] == [
+        -1,
+        9,
+        2,
+        -1,
+    ]
+
+
+def test_evict_lowest_ages_first():
+    got = evict((0.5, 0.25), (0, 1), budget=1, increment=(0.0, 0.5), decay=0.5)
+    assert got == ([0.0, 0.625], [-1, 1])
+
+
+def test_each_ranking_evicts_its_own():
+    """Two layers of one row with two heads each: [E, B, K, S]."""
+    scores = jnp.asarray([[[[1.0, 2.0], [2.0, 1.0]]], [[[3.0, 0.5], [0.5, 0.5]]]])
+    positions = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (2, 1, 2, 2))
+    lead = (2, 1, 2)
+    _, left = eviction.evict_lowest(
+        scores,
+        None,
+        positions,
+        jnp.full(lead, 2),
+        jnp.asarray([[[1, 1]], [[1, 2]]]),
+        jnp.ones(lead, bool),
+        decay=1.0,
+    )
+    assert left.tolist() == [[[[-1, 1], [0, -1]]], [[[0, -1], [0, 1]]]]
 
 
 @st.composite
@@ -121,7 +168,7 @@ def test_select_kept_equals_dropping_the_lowest_one_at_a_time(drawn):
     scores, positions, valid, candidates, budget = drawn
     expected, left = np.asarray(valid), np.asarray(candidates)
     while expected.sum() > budget and left.any():
-        gone = np.asarray(lowest(scores, positions, jnp.asarray(left)))
+        gone = lowest(scores, positions, left)
         assert gone.sum() == 1
         expected, left = expected & ~gone, left & ~gone
     got = select_kept(scores, positions, valid, candidates, jnp.asarray([budget]))
@@ -141,9 +188,6 @@ def test_selection_does_not_depend_on_slots(drawn, order):
     kept = select_kept(*arrays, jnp.asarray([budget]))
     moved_kept = select_kept(*map(moved, arrays), jnp.asarray([budget]))
     np.testing.assert_array_equal(moved_kept, moved(kept))
-    gone = lowest(scores, positions, candidates)
-    moved_gone = lowest(moved(scores), moved(positions), moved(candidates))
-    np.testing.assert_array_equal(moved_gone, moved(gone))
 
 
 def test_compaction_orders_by_position():

@@ -131,12 +131,12 @@ def test_policies_are_values():
 
 def test_knobs():
     policy = policies.inertiakv(0.9, alpha=0.5, refresh=4, protect_first=2, protect_recent=3)
-    knobs = policy.knobs(3)
+    knobs = policy.knobs(MODEL)
     assert float(knobs.decay) == 0.125
     assert knobs.layer_weights.tolist() == [0.125, 0.25, 0.5]
     assert [int(x) for x in (knobs.refresh, knobs.protect_first, knobs.protect_recent)] == [4, 2, 3]
     assert knobs.decay.dtype == knobs.layer_weights.dtype == jnp.float32
-    assert float(policies.inertiakv(0.9, alpha=0.0).knobs(3).decay) == 0.0
+    assert float(policies.inertiakv(0.9, alpha=0.0).knobs(MODEL).decay) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_numpy_numbers():
 def test_numbers_beyond_int32_are_as_good_as_its_largest():
     policy = policies.inertiakv(tokens=10**30, refresh=10**20, protect_first=2**31)
     assert policy.budgets([9], MODEL).tolist() == [2**31 - 1]
-    assert policy.knobs(2).refresh == policy.knobs(2).protect_first == 2**31 - 1
+    assert policy.knobs(MODEL).refresh == policy.knobs(MODEL).protect_first == 2**31 - 1
 
 
 def test_full_refuses_what_it_would_ignore_if_it_is_out_of_range():

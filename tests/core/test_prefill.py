@@ -72,10 +72,12 @@ def test_policy_does_not_touch_the_prompt(length):
 @pytest.mark.parametrize("length", [1, 64, 257, 500])
 def test_size_of_chunks_does_not_matter(length):
     tokens, lengths = padded([text(length)], width=512)
-    read = functools.partial(_prefill, LONG, long_params(), tokens, lengths, np.array([9]))
-    state, logits = read(chunk=256)
+    read = functools.partial(
+        _prefill, LONG, long_params(), tokens, lengths, np.array([9]), observing=None
+    )
+    state, logits, _ = read(chunk=256)
     for chunk in (64, 128):
-        other, other_logits = read(chunk=chunk)
+        other, other_logits, _ = read(chunk=chunk)
         np.testing.assert_allclose(other_logits, logits, atol=TOLERANCE)
         for got, expected in zip(other.keys + other.values, state.keys + state.values, strict=True):
             np.testing.assert_allclose(
@@ -180,7 +182,10 @@ def test_capacities(policy, length, new, slots, kept):
         ),
         ({"policy": "lazy4"}, "got 'lazy4'; write policies.by_name('lazy4')"),
         ({"policy": None}, "policy must be a Policy, got None"),
-        ({"policy": FULL}, "policy 'full' evicts nothing, so prefill needs max_new_tokens="),
+        (
+            {"policy": FULL},
+            "policy 'full' evicts nothing while decoding, so prefill needs max_new_tokens=",
+        ),
         (
             {"policy": policies.inertiakv(0.5, protect_first=2)},
             "protect_first=2 and protect_recent=0 must fit the smallest budget of the batch, 1",

@@ -137,7 +137,8 @@ def test_like_the_separate_steps(implementation):
         valid, arrays["positions"], arrays["next_position"], first, recent
     )
     over = valid.sum(-1) > arrays["budget"]
-    freed = eviction.lowest(aged, arrays["positions"], candidates & over[:, None])
+    budget = valid.sum(-1, dtype=jnp.int32) - over.astype(jnp.int32)
+    freed = valid & ~eviction.select_kept(aged, arrays["positions"], valid, candidates, budget)
     np.testing.assert_array_equal(left >= 0, valid & ~freed)
     # One rounding more or less, where product and sum are one instruction.
     np.testing.assert_allclose(scores, jnp.where(freed, 0.0, aged), rtol=2e-7, atol=1e-7)
