@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from inertiakv_jax.commands import bench, demo, generate
+from inertiakv_jax.commands import bench, demo, evaluate, generate, report
 from inertiakv_jax.commands.terminal import console
 
 DESCRIPTION = """Decode long prompts with a KV cache that keeps what attention keeps.
@@ -35,6 +35,8 @@ Command = (
     Annotated[generate.Generate, tyro.conf.subcommand("generate", description=generate.DESCRIPTION)]
     | Annotated[demo.Demo, tyro.conf.subcommand("demo", description=demo.DESCRIPTION)]
     | Annotated[bench.Bench, tyro.conf.subcommand("bench", description=bench.DESCRIPTION)]
+    | Annotated[evaluate.Evaluate, tyro.conf.subcommand("eval", description=evaluate.DESCRIPTION)]
+    | Annotated[report.Report, tyro.conf.subcommand("report", description=report.DESCRIPTION)]
 )
 
 STYLE = (

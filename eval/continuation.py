@@ -1,0 +1,255 @@
+"""Answers of several policies to the same prompts, from one prefill where they prefill alike."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from inertiakv_jax import policies as policies_by_name
+from inertiakv_jax import state as kv_state
+from inertiakv_jax.decoding import NO_TOKEN, decode
+from inertiakv_jax.generation import CHUNK_STEPS
+from inertiakv_jax.language_model import LanguageModel
+from inertiakv_jax.policies import Policy
+from inertiakv_jax.prefilling import prefill
+from inertiakv_jax.state import KVState
+from inertiakv_jax.text import RowText
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How answers are decoded, greedily.
+
+    Attributes:
+      max_new_tokens: longest answer.
+      stop_tokens: ids that end it.
+      not_first: ids that it may not begin with.
+      stop: texts that end it and are no part of it.
+    """
+
+    max_new_tokens: int
+    stop_tokens: tuple[int, ...] = ()
+    not_first: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What one policy answered, and what it cost. Lists have one entry a row.
+
+    Attributes:
+      texts: the answers, without special tokens.
+      new_tokens: their lengths in tokens, a stop token included.
+      prompt_tokens: lengths of the prompts.
+      kept_tokens: tokens in the cache at the end.
+      evicted: tokens evicted.
+      kv_bytes_full: bytes of the keys and values of all tokens seen.
+      kv_bytes_kept: bytes of those held at the end.
+      kv_bytes_allocated: bytes of the cache's buffers at the end, all rows together.
+      prefill_s: seconds of the prefill, compilation included; of a shared one, the same for all.
+      prefill_shared: whether other policies went on from the same prefill.
+      decode_s: seconds of the steps after step 1, all rows together, compilation excluded.
+      decode_tokens: tokens of these steps, all rows together.
+    """
+
+    texts: list[str]
+    new_tokens: list[int]
+    prompt_tokens: list[int]
+    kept_tokens: list[int]
+    evicted: list[int]
+    kv_bytes_full: list[int]
+    kv_bytes_kept: list[int]
+    kv_bytes_allocated: int
+    prefill_s: float
+    prefill_shared: bool
+    decode_s: float
+    decode_tokens: int
+
+
+def answers(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    policies: Sequence[Policy],
+    request: Request,
+) -> Iterator[Answers]:
+    """Answer the prompts with each policy.
+
+    One prefill serves all policies that read a prompt alike. Its cache stays until the last of
+    them has started, so put the full cache last: it goes on in place, where it would be copied.
+
+    Args:
+      lm: the model.
+      prompts: token ids of each row.
+      policies: in the order in which they run.
+      request: how answers end.
+
+    Returns:
+      The answers of each policy, in order, as they come.
+
+    Raises:
+      ValueError: as ``prefill``, before anything is compiled.
+      FloatingPointError: logits held NaN or infinity.
+    """
+    tokens, lengths = _padded(prompts)
+    sharing = [
+        index
+        for index, policy in enumerate(policies)
+        if shares_prefill(policy) and _shrinks(policy, lm, lengths)
+    ]
+    shared: _Prefilled | None = None
+    for index, policy in enumerate(policies):
+        if index not in sharing or len(sharing) == 1:
+            started = _prefilled(lm, tokens, lengths, policy, request)
+            yield _continued(lm, started, policy, request, donate=True, shared=False)
+            continue
+        if shared is None:
+            shared = _prefilled(lm, tokens, lengths, policies_by_name.full(), request)
+        state = for_policy(shared.state, policy, lm, lengths)
+        started = dataclasses.replace(shared, state=state)
+        last = index == sharing[-1]
+        if last:
+            shared = None
+        yield _continued(lm, started, policy, request, donate=last, shared=True)
+
+
+def shares_prefill(policy: Policy) -> bool:
+    """Whether a plain prefill is all that the policy needs: one ranking, begun at step 1."""
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return (
+        fields.get("retention", "shared") == "shared"
+        and fields.get("ratio_of", "prompt") == "prompt"
+        and fields.get("prefill") is None
+        and not fields.get("prompt_queries")
+    )
+
+
+def for_policy(state: KVState, policy: Policy, lm: LanguageModel, lengths: np.ndarray) -> KVState:
+    """A state of the full cache, fresh from ``prefill``, with the budget of another policy."""
+    budgets = policy.budgets(lengths, lm.model)
+    kept_slots = None
+    if policy.evicts:
+        most_kept = min(int(budgets.max()), lm.model.max_positions)
+        kept_slots = kv_state.slots_for(most_kept + 1, multiple=64)
+    return dataclasses.replace(state, budget=jnp.asarray(budgets), kept_slots=kept_slots)
+
+
+def _shrinks(policy: Policy, lm: LanguageModel, lengths: np.ndarray) -> bool:
+    """Whether step 1 leaves a cache that is no longer than the prompt's, or as it is."""
+    return not policy.evicts or int(policy.budgets(lengths, lm.model).max()) < int(lengths.max())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefilled:
+    state: KVState
+    first: Array  # [B] int32
+    lengths: np.ndarray
+    seconds: float
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
+
+
+def _prefilled(lm, tokens, lengths, policy, request) -> _Prefilled:
+    start = time.perf_counter()
+    state, logits = prefill(
+        lm.model, lm.params, tokens, lengths, policy, max_new_tokens=request.max_new_tokens
+    )
+    if request.not_first:
+        logits = logits.at[:, np.asarray(request.not_first)].set(-jnp.inf)
+    first = jax.block_until_ready(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    _check_finite(state)
+    return _Prefilled(state, first, lengths, time.perf_counter() - start)
+
+
+def _continued(
+    lm: LanguageModel,
+    started: _Prefilled,
+    policy: Policy,
+    request: Request,
+    *,
+    donate: bool,
+    shared: bool,
+) -> Answers:
+    rows = [RowText(lm.tokenizer, request.stop) for _ in started.lengths]
+    _push(rows, np.asarray(started.first)[:, None], request)
+    state, seconds, timed = _decode(lm, started, rows, policy, request, donate)
+    for row in rows:
+        row.push((), end=True)
+    kept, seen = np.asarray(state.num_held), np.asarray(state.next_position)
+    token_bytes = policies_by_name.kv_bytes_per_token(lm.model)
+    return Answers(
+        texts=[row.text for row in rows],
+        new_tokens=[len(row.tokens) for row in rows],
+        prompt_tokens=started.lengths.tolist(),
+        kept_tokens=kept.tolist(),
+        evicted=(seen - kept).tolist(),
+        kv_bytes_full=(seen.astype(int) * token_bytes).tolist(),
+        kv_bytes_kept=(kept.astype(int) * token_bytes).tolist(),
+        kv_bytes_allocated=state.kv_bytes(),
+        prefill_s=started.seconds,
+        prefill_shared=shared,
+        decode_s=seconds,
+        decode_tokens=timed,
+    )
+
+
+def _decode(
+    lm: LanguageModel,
+    started: _Prefilled,
+    rows: list[RowText],
+    policy: Policy,
+    request: Request,
+    donate: bool,
+) -> tuple[KVState, float, int]:
+    """Decode until all rows have ended: state, and seconds and tokens of the steps after step 1."""
+    decoded = functools.partial(
+        decode, lm.model, lm.params, policy=policy, stop_tokens=request.stop_tokens
+    )
+    state, token, remaining = started.state, started.first, request.max_new_tokens - 1
+    seconds, timed, warm = 0.0, 0, False
+    while remaining and not all(row.done for row in rows):
+        state = dataclasses.replace(state, finished=jnp.asarray([row.done for row in rows]))
+        step_one = state.kept_slots is not None
+        steps = 1 if step_one else CHUNK_STEPS
+        if not (step_one or warm):
+            state, _ = decoded(state, token, steps=steps, limit=0, donate=donate)  # compiles
+            donate, warm = True, True
+        limit = min(steps, remaining)
+        start = time.perf_counter()
+        state, tokens = decoded(state, token, steps=steps, limit=limit, donate=donate)
+        columns = np.asarray(tokens)[:, :limit]
+        if not step_one:
+            seconds += time.perf_counter() - start
+            timed += int((columns != NO_TOKEN).sum())
+        donate = True
+        _check_finite(state)
+        remaining -= limit
+        token = jnp.maximum(tokens[:, limit - 1], 0)
+        _push(rows, columns, request)
+    return state, seconds, timed
+
+
+def _push(rows: list[RowText], columns: np.ndarray, request: Request) -> None:
+    for row, tokens in zip(rows, columns.tolist(), strict=True):
+        tokens = [] if row.done else [token for token in tokens if token != NO_TOKEN]
+        row.push(tokens)
+        row.done = row.done or (bool(tokens) and tokens[-1] in request.stop_tokens)
+
+
+def _check_finite(state: KVState) -> None:
+    broken = np.flatnonzero(~np.asarray(state.finite))
+    if broken.size:
+        raise FloatingPointError(
+            f"the logits of rows {broken.tolist()} hold NaN or infinity; are the weights sound, "
+            "and does the dtype reach?"
+        )

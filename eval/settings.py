@@ -1,0 +1,203 @@
+"""What a run evaluates: from a YAML file and flags, checked before anything is loaded."""
+
+import dataclasses
+import importlib.resources
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from inertiakv_jax import policies
+from inertiakv_jax.eval.continuation import shares_prefill
+from inertiakv_jax.eval.tasks.catalogue import tasks_named
+from inertiakv_jax.policies import Policy
+
+_NOT_IDENTITY = ("name", "data_dir", "paper")
+"""Fields that do not change what is measured: the examples' checksums say what the data was."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A policy with its budget and options, as one line of the results.
+
+    Attributes:
+      policy: its name.
+      options: all else that makes it, the budget included.
+    """
+
+    policy: str
+    options: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Unique within a run, like "lazy4 ratio=0.9"."""
+        options = (f"{name}={value}" for name, value in sorted(self.options.items()))
+        return " ".join((self.policy, *options))
+
+    def make(self) -> Policy:
+        """The policy itself.
+
+        Raises:
+          ValueError: an unknown name or option, or a value out of range.
+        """
+        try:
+            return policies.by_name(self.policy, **self.options)
+        except TypeError as error:
+            raise ValueError(f"policy {self.label!r}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Fields of a configuration file. Sequences may be lists, as YAML has them.
+
+    Attributes:
+      model: catalogue name, hub id, folder or .gguf file.
+      tasks: names or groups; see ``tasks.catalogue``.
+      policies: names, or mappings with "name" and options of the policy.
+      ratios: fractions of the prompt removed, for policies that do not say their budget.
+      name: title of the report.
+      dtype: "float32" or "bfloat16".
+      revision: of a hub id.
+      lengths: of generated examples, in tokens, prompt and answer.
+      samples: examples of each task and length; None takes all (500 of RULER).
+      seed: of generated examples.
+      haystack: of the needle grid, "essay" or "noise".
+      depths: of the needle grid, in percent.
+      batch: rows decoded together.
+      max_prompt_tokens: where prompts of LongBench are cut; None is what the model has room for.
+      chat: False leaves the model's chat template out.
+      data_dir: folder of benchmark data; None is the hub.
+      paper: published numbers to show beside, mappings with policy, ratio, benchmark, score and
+        optionally model.
+
+    Raises:
+      ValueError: a value out of range, or of another type.
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    policies: tuple[str | Mapping[str, Any], ...] = ("full", "inertiakv")
+    ratios: tuple[float, ...] = (0.9,)
+    name: str = "evaluation"
+    dtype: str = "float32"
+    revision: str | None = None
+    lengths: tuple[int, ...] = (4096,)
+    samples: int | None = None
+    seed: int = 42
+    haystack: str = "essay"
+    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
+    batch: int = 1
+    max_prompt_tokens: int | None = None
+    chat: bool = True
+    data_dir: str | None = None
+    paper: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+        for name in ("tasks", "policies", "ratios", "lengths", "depths", "paper"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
+        for name in ("model", "name", "dtype", "haystack"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
+        for name in ("batch", "samples", "max_prompt_tokens"):
+            _check_positive(name, getattr(self, name), optional=name != "batch")
+        for length in self.lengths:
+            _check_positive("each of lengths", length)
+        if not isinstance(self.chat, bool):
+            raise ValueError(f"chat must be true or false, got {self.chat!r}")
+        tasks_named(self.tasks)
+        self.variants()
+
+    def variants(self) -> list[Variant]:
+        """Each policy with each budget, in the order that ``continuation.answers`` likes best.
+
+        Those that share a prefill come together, and the full cache last.
+        """
+        found: dict[str, Variant] = {}
+        for entry in self.policies:
+            options = {"name": entry} if isinstance(entry, str) else dict(entry)
+            name = options.pop("name", None)
+            if not isinstance(name, str):
+                raise ValueError(f"a policy must be a name, or have one, got {entry!r}")
+            budgets: list[dict[str, Any]] = [{"ratio": float(ratio)} for ratio in self.ratios]
+            if name == "full" or {"ratio", "tokens", "kv_bytes"} & set(options):
+                budgets = [{}]
+            for budget in budgets:
+                variant = Variant(name, options | budget)
+                found[variant.label] = variant
+        if not found:
+            raise ValueError("no policy is named")
+        made = {label: variant.make() for label, variant in found.items()}
+        order = sorted(
+            made, key=lambda label: (not made[label].evicts, shares_prefill(made[label]))
+        )
+        return [found[label] for label in order]
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed, as JSON has it."""
+        fields = dataclasses.asdict(self)
+        return {name: _plain(fields[name]) for name in fields if name not in _NOT_IDENTITY}
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Fields of a configuration: a YAML file, or the name of one that comes along.
+
+    Raises:
+      ValueError: there is none, or it is no mapping.
+    """
+    path = Path(name)
+    if not path.is_file():
+        shipped = importlib.resources.files("inertiakv_jax.configs").joinpath(f"{name}.yaml")
+        if not shipped.is_file():
+            raise ValueError(
+                f"--config {name!r} is no file, and none of: {', '.join(shipped_names())}"
+            )
+        text = shipped.read_text("utf-8")
+    else:
+        text = path.read_text("utf-8")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must hold fields and values, got {content!r:.60}")
+    known = {field.name for field in dataclasses.fields(Settings)}
+    unknown = sorted(map(str, content.keys() - known))
+    if unknown:
+        raise ValueError(
+            f"{name}: unknown {', '.join(unknown)}; expected {', '.join(sorted(known))}"
+        )
+    return content
+
+
+def shipped_names() -> list[str]:
+    """Names of the configurations that come along, like "eval/ruler"."""
+    root = importlib.resources.files("inertiakv_jax.configs")
+    return sorted(
+        f"{folder.name}/{file.name.removesuffix('.yaml')}"
+        for folder in root.iterdir()
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.name.endswith(".yaml")
+    )
+
+
+def _check_positive(name: str, value: Any, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """Tuples to lists, as after a round trip through JSON."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

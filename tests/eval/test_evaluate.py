@@ -1,0 +1,184 @@
+"""``inertiakv eval``: configurations, flags, what is refused, and a run that is killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli.conftest import inertiakv as inertiakv  # a fixture
+from eval.conftest import needs
+from eval.tiny import write_data, write_tiny
+
+from inertiakv_jax.commands.evaluate import Evaluate
+from inertiakv_jax.eval.settings import Settings, read_config, shipped_names
+
+needs("rouge", "wonderwords")
+
+
+def test_flags_go_before_the_configuration(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("model: m\ntasks: [vt]\nratios: [0.5]\npolicies: [full, {name: lazy4}]\n")
+    made = Evaluate(out=tmp_path, config=str(config), ratios=(0.9,), data_dir=tmp_path).settings()
+    assert (made.model, made.ratios, made.data_dir) == ("m", (0.9,), str(tmp_path))
+    assert [variant.label for variant in made.variants()] == ["lazy4 ratio=0.9", "full"]
+
+
+def test_policies_take_options_and_their_own_budgets():
+    made = Settings(
+        model="m",
+        tasks=("vt",),
+        ratios=(0.5, 0.9),
+        policies=(
+            "full",
+            {"name": "inertiakv", "alpha": 0.9},
+            {"name": "score-free", "tokens": 64},
+            "inertiakv",
+            "inertiakv",
+        ),
+    )
+    assert [variant.label for variant in made.variants()] == [
+        "inertiakv alpha=0.9 ratio=0.5",
+        "inertiakv alpha=0.9 ratio=0.9",
+        "score-free tokens=64",
+        "inertiakv ratio=0.5",
+        "inertiakv ratio=0.9",
+        "full",
+    ]
+    assert made.variants()[0].make().alpha == 0.9
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tasks": "vt"}, "tasks must be a list"),
+        ({"tasks": ["nope"]}, "unknown task 'nope'"),
+        ({"policies": ["nope"]}, "unknown policy 'nope'"),
+        ({"policies": [{"alpha": 0.5}]}, "a policy must be a name, or have one"),
+        ({"policies": [{"name": "lazy4", "beta": 1}]}, "beta"),
+        ({"policies": []}, "no policy"),
+        ({"ratios": [1.5]}, "ratio must be"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
+        ({"samples": True}, "samples must be an integer"),
+        ({"lengths": [0]}, "each of lengths must be"),
+        ({"chat": "no"}, "chat must be true or false"),
+        ({"model": 3}, "model must be a text"),
+    ],
+)
+def test_bad_setting_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**{"model": "m", "tasks": ["vt"]} | fields)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tasks: [vt]\ncolour: red", r"unknown colour; expected .*batch"),
+        ("[1, 2]", "must hold fields"),
+        ("a: [", "is no YAML"),
+        ("!!python/object/apply:os.system [ls]", "is no YAML"),
+    ],
+)
+def test_bad_configuration_is_named(content, message, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_config(str(path))
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_configuration_that_comes_along_is_sound(name):
+    made = Settings(**read_config(name))
+    assert made.variants()
+    for entry in made.paper:
+        assert {"policy", "benchmark", "score", "model"} <= set(entry)
+
+
+def test_unknown_configuration_lists_those_that_come_along(inertiakv, tmp_path):
+    done = inertiakv("eval", "--out", tmp_path, "--config", "nope")
+    assert done.code == 2
+    assert "eval/ruler-small" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "vt", "--shard", "2/2"], "--shard must be I/N"),
+        (["--policies", "full"], "say what to evaluate"),
+        (["--tasks", "vt", "--model", "no/such/place"], "no/such/place"),
+    ],
+)
+def test_bad_command_is_named_before_anything_is_written(arguments, message, inertiakv, tmp_path):
+    done = inertiakv("eval", "--out", tmp_path / "run", *arguments)
+    assert (done.code, message in done.err) == (2, True), done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny(folder / "model"), write_data(folder / "data", rows=8)
+
+
+def arguments(tiny, out):
+    model, data = tiny
+    return [
+        *("eval", "--model", str(model), "--data-dir", str(data), "--out", str(out)),
+        *("--tasks", "hotpotqa", "--policies", "full", "inertiakv", "score-free"),
+        *("--ratios", "0.5", "0.75"),
+    ]
+
+
+def test_command_runs_resumes_and_reports(inertiakv, tiny, tmp_path):
+    done = inertiakv(*arguments(tiny, tmp_path / "run"))
+    assert done.code == 0, done.err
+    assert "hotpotqa: 40 of 40 records" in done.err or "hotpotqa: 1 of 40" in done.err
+    content = (tmp_path / "run" / "records.jsonl").read_bytes()
+    assert content.count(b"\n") == 40
+    assert inertiakv(*arguments(tiny, tmp_path / "run")).code == 0
+    assert (tmp_path / "run" / "records.jsonl").read_bytes() == content
+    assert inertiakv("report", tmp_path / "run").code == 0
+    refused = inertiakv(*arguments(tiny, tmp_path / "run")[:-1], "0.6")
+    assert refused.code == 2
+    assert "settings.ratios: [0.5, 0.75] there, [0.5, 0.6] here" in refused.err
+
+
+def without_cost(folder):
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "cost"} for line in lines]
+
+
+@pytest.mark.slow
+def test_run_killed_ten_times_ends_as_an_undisturbed_one(tiny, tmp_path):
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    def start(folder):
+        command = [sys.executable, "-m", "inertiakv_jax", *arguments(tiny, tmp_path / folder)]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+    assert start("undisturbed").wait() == 0
+    rng = random.Random(11)
+    records = tmp_path / "killed" / "records.jsonl"
+    lines = 0
+    for _ in range(10):
+        process = start("killed")
+        wanted = lines + rng.randint(0, 3)
+        while process.poll() is None:
+            lines = records.read_bytes().count(b"\n") if records.exists() else 0
+            if lines >= wanted and records.exists():
+                time.sleep(rng.uniform(0, 0.05))
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        lines = records.read_bytes().count(b"\n")
+    assert lines < 40, "the run ended before it was killed ten times"
+    assert start("killed").wait() == 0
+    assert without_cost(tmp_path / "killed") == without_cost(tmp_path / "undisturbed")
