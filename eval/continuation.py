@@ -11,14 +11,15 @@ import numpy as np
 from jax import Array
 
 from inertiakv_jax import policies as policies_by_name
-from inertiakv_jax import state as kv_state
+from inertiakv_jax.budget import kv_bytes_per_token, window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.generation import CHUNK_STEPS
 from inertiakv_jax.language_model import LanguageModel
-from inertiakv_jax.policies import Policy
+from inertiakv_jax.policy import Policy
 from inertiakv_jax.prefilling import prefill
-from inertiakv_jax.state import KVState
-from inertiakv_jax.text import RowText
+from inertiakv_jax.prompt_thinning import rank
+from inertiakv_jax.state import KVState, slots_for
+from inertiakv_jax.text import RowText, with_repetition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Request:
       stop_tokens: ids that end it.
       not_first: ids that it may not begin with.
       stop: texts that end it and are no part of it.
+      rows: a number for each row, which random evictions are drawn for; None counts them.
     """
 
     max_new_tokens: int
     stop_tokens: tuple[int, ...] = ()
     not_first: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    rows: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Answers:
       texts: the answers, without special tokens.
       new_tokens: their lengths in tokens, a stop token included.
       prompt_tokens: lengths of the prompts.
-      kept_tokens: tokens in the cache at the end.
+      kept_tokens: tokens in the cache at the end; the mean where layers or heads differ.
       evicted: tokens evicted.
       kv_bytes_full: bytes of the keys and values of all tokens seen.
       kv_bytes_kept: bytes of those held at the end.
@@ -96,6 +99,7 @@ def answers(
       FloatingPointError: logits held NaN or infinity.
     """
     tokens, lengths = _padded(prompts)
+    policies = [with_repetition(policy, lm) for policy in policies]
     sharing = [
         index
         for index, policy in enumerate(policies)
@@ -118,24 +122,23 @@ def answers(
 
 
 def shares_prefill(policy: Policy) -> bool:
-    """Whether a plain prefill is all that the policy needs: one ranking, begun at step 1."""
-    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    return (
-        fields.get("retention", "shared") == "shared"
-        and fields.get("ratio_of", "prompt") == "prompt"
-        and fields.get("prefill") is None
-        and not fields.get("prompt_queries")
-    )
+    """Whether a plain prefill is all that the policy needs: it starts at decode step 1."""
+    return policy.prefill is None and not policy.prompt_queries and policy.ratio_of == "prompt"
 
 
 def for_policy(state: KVState, policy: Policy, lm: LanguageModel, lengths: np.ndarray) -> KVState:
-    """A state of the full cache, fresh from ``prefill``, with the budget of another policy."""
+    """A state of the full cache, fresh from ``prefill``, as ``prefill`` makes it for a policy.
+
+    Args:
+      state: from ``prefill`` with ``policies.full()``; it stays as it is.
+      policy: one that ``shares_prefill``, with budgets below ``lengths``.
+      lm: the model.
+      lengths: [B] int32, tokens of each prompt.
+    """
     budgets = policy.budgets(lengths, lm.model)
-    kept_slots = None
-    if policy.evicts:
-        most_kept = min(int(budgets.max()), lm.model.max_positions)
-        kept_slots = kv_state.slots_for(most_kept + 1, multiple=64)
-    return dataclasses.replace(state, budget=jnp.asarray(budgets), kept_slots=kept_slots)
+    state = rank(dataclasses.replace(state, budget=jnp.asarray(budgets)), (), policy, lm.model)
+    kept_slots = slots_for(int(budgets.max()) + 1, multiple=64) if policy.evicts else None
+    return dataclasses.replace(state, kept_slots=kept_slots)
 
 
 def _shrinks(policy: Policy, lm: LanguageModel, lengths: np.ndarray) -> bool:
@@ -162,7 +165,13 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 def _prefilled(lm, tokens, lengths, policy, request) -> _Prefilled:
     start = time.perf_counter()
     state, logits = prefill(
-        lm.model, lm.params, tokens, lengths, policy, max_new_tokens=request.max_new_tokens
+        lm.model,
+        lm.params,
+        tokens,
+        lengths,
+        policy,
+        max_new_tokens=request.max_new_tokens,
+        rows=request.rows,
     )
     if request.not_first:
         logits = logits.at[:, np.asarray(request.not_first)].set(-jnp.inf)
@@ -185,16 +194,18 @@ def _continued(
     state, seconds, timed = _decode(lm, started, rows, policy, request, donate)
     for row in rows:
         row.push((), end=True)
-    kept, seen = np.asarray(state.num_held), np.asarray(state.next_position)
-    token_bytes = policies_by_name.kv_bytes_per_token(lm.model)
+    model, seen = lm.model, np.asarray(state.next_position).astype(int)
+    held = _held(state)
+    token_bytes = kv_bytes_per_token(model)
+    window_bytes = np.asarray([window_kv_bytes(model, tokens) for tokens in seen.tolist()])
     return Answers(
         texts=[row.text for row in rows],
         new_tokens=[len(row.tokens) for row in rows],
         prompt_tokens=started.lengths.tolist(),
-        kept_tokens=kept.tolist(),
-        evicted=(seen - kept).tolist(),
-        kv_bytes_full=(seen.astype(int) * token_bytes).tolist(),
-        kv_bytes_kept=(kept.astype(int) * token_bytes).tolist(),
+        kept_tokens=np.rint(held).astype(int).tolist(),
+        evicted=(seen - np.rint(held).astype(int)).tolist(),
+        kv_bytes_full=(seen * token_bytes + window_bytes).tolist(),
+        kv_bytes_kept=np.rint(held * token_bytes + window_bytes).astype(int).tolist(),
         kv_bytes_allocated=state.kv_bytes(),
         prefill_s=started.seconds,
         prefill_shared=shared,
@@ -237,6 +248,13 @@ def _decode(
         token = jnp.maximum(tokens[:, limit - 1], 0)
         _push(rows, columns, request)
     return state, seconds, timed
+
+
+def _held(state: KVState) -> np.ndarray:
+    """[B] float64, tokens held: the mean over rankings, [B], [E, B] or [E, B, K]."""
+    held = np.asarray(state.num_held, np.float64)
+    rows = held.ndim // 2
+    return held.mean(axis=tuple(axis for axis in range(held.ndim) if axis != rows))
 
 
 def _push(rows: list[RowText], columns: np.ndarray, request: Request) -> None:

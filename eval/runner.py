@@ -195,6 +195,7 @@ def _answered(examples, prompting: Prompting, policies) -> Iterator[Answers]:
         max_new_tokens=first.max_new_tokens,
         stop_tokens=ends,
         not_first=ends if first.ends_line else (),
+        rows=tuple(example.index for example in examples),
     )
     return continuation.answers(lm, [prompting.encode(e) for e in examples], policies, request)
 
