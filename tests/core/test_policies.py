@@ -1,6 +1,7 @@
 import dataclasses
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inertiakv_jax import policies
+from inertiakv_jax.budget import tokens_kept_of_seen
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.policies import Policy
@@ -230,3 +232,163 @@ def test_score_free_has_no_other_interval():
 def test_names_are_strings(name):
     with pytest.raises(ValueError, match=r"policy must be a name, got .*lazyR"):
         policies.by_name(name)
+
+
+METHOD_FIELDS = {
+    # name: scorer, retention, decay, layer weights, refresh, protected first and share of recent
+    "inertiakv": ("attention", "shared", None, "sequential", 1, 0, 0.0),
+    "single-step": ("attention", "shared", 0.0, "uniform", 1, 0, 0.0),
+    "cumulative": ("attention", "shared", 1.0, "uniform", 1, 0, 0.0),
+    "tova": ("attention", "per_layer", 0.0, "sequential", 1, 0, 0.0),
+    "h2o": ("attention", "per_head", 1.0, "sequential", 1, 0, 0.5),
+    "keydiff": ("keydiff", "per_head", 0.0, "sequential", 1, 0, 0.0),
+    "knorm": ("knorm", "per_head", 0.0, "sequential", 1, 0, 0.0),
+    "streaming-llm": ("recency", "shared", 0.0, "sequential", 1, 4, 0.0),
+    "random": ("random", "shared", None, "sequential", 1, 0, 0.0),
+    "vnorm": ("vnorm", "shared", None, "sequential", 1, 0, 0.0),
+    "entropy": ("entropy", "shared", None, "sequential", 1, 0, 0.0),
+    "recency": ("recency", "shared", 0.0, "sequential", 1, 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", METHOD_FIELDS)
+def test_methods(name):
+    policy = policies.by_name(name, 0.75)
+    assert policy.name == name
+    assert policy.ratio == 0.75
+    assert METHOD_FIELDS[name] == (
+        policy.scorer,
+        policy.retention,
+        policy.decay,
+        policy.layer_weights,
+        policy.refresh,
+        policy.protect_first,
+        policy.recent_fraction,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "head_budgets", "protect_first"),
+    [
+        ("snapkv", "snapkv", "equal", 0),
+        ("adakv-ea", "expected-attention", "layer", 4),
+        ("kvzip", "kvzip", "model", 4),
+    ],
+)
+def test_prefill_time_methods(name, scorer, head_budgets, protect_first):
+    policy = policies.by_name(name, 0.75)
+    method = policy.prefill
+    assert (policy.name, policy.evicts, policy.retention) == (name, False, "per_head")
+    assert method is not None
+    assert (method.scorer, method.ratio, method.head_budgets, method.protect_first) == (
+        *(scorer, 0.75, head_budgets, protect_first),
+    )
+    assert method.budgets([100, 3], MODEL).tolist() == [25, 1]
+    assert policies.by_name(name, tokens=50).prefill.budgets([100, 3], MODEL).tolist() == [50, 3]
+
+
+def test_composition():
+    policy = policies.by_name("adakv-ea+lazy4", 0.9, prefill_ratio=0.25, protect_first=2)
+    assert policy == dataclasses.replace(
+        policies.lazy(4, 0.9, protect_first=2), name="adakv-ea+lazy4", prefill=policy.prefill
+    )
+    assert policy.prefill.ratio == 0.25
+    # A shared ranking needs the same tokens everywhere.
+    assert (policy.prefill.retention, policy.prefill.head_budgets) == ("shared", "equal")
+    apart = policies.by_name("adakv-ea+keydiff").prefill
+    assert (apart.retention, apart.head_budgets, apart.ratio) == ("per_head", "layer", 0.5)
+    with pytest.raises(ValueError, match="'tova' is no prefill-time method"):
+        policies.by_name("tova+lazy4")
+    with pytest.raises(ValueError, match="'kvzip' is a prefill-time method, too"):
+        policies.by_name("snapkv+kvzip")
+
+
+def test_named_aggregation():
+    policy = policies.by_name("tova", aggregation="cumulative")
+    assert (policy.decay, policy.retention) == (1.0, "per_layer")
+    with pytest.raises(ValueError, match="aggregation must be one of layer-sequential, .*'mean'"):
+        policies.inertiakv(aggregation="mean")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("inertiakv", {"alfa": 0.5}, "policy 'inertiakv' has no option 'alfa'; it takes ratio,"),
+        ("inertiakv", {"window": 3}, "has no option 'window'"),
+        ("snapkv", {"alpha": 0.5}, "policy 'snapkv' has no option 'alpha'; .*window"),
+        ("inertiakv", {"scorer": "magic"}, "scorer must be one of attention, .*got 'magic'"),
+        ("inertiakv", {"retention": "heads"}, "retention must be one of shared, .*got 'heads'"),
+        ("inertiakv", {"decay": 1.1}, r"decay must be a number in \[0, 1\], got 1.1"),
+        ("inertiakv", {"layer_weights": "first"}, "layer_weights must be one of .*got 'first'"),
+        ("inertiakv", {"layer_weights": [1, -1]}, "layer_weights must be .*got .1, -1."),
+        ("inertiakv", {"ratio_of": "text"}, "ratio_of must be one of prompt, seen, got 'text'"),
+        ("inertiakv", {"ratio_of": "seen", "tokens": 5}, "ratio_of='seen' needs a ratio"),
+        ("inertiakv", {"recent_fraction": 1}, r"recent_fraction must be .*got 1"),
+        ("inertiakv", {"seed": 2**32}, r"seed must be an integer below 2\*\*32"),
+        ("inertiakv", {"prompt_queries": 3}, "prompt_queries=3 .*decay must be 1, got None"),
+        ("inertiakv", {"scorer": "learned"}, "scorer_weights, .*belongs to the scorer 'learned'"),
+        ("learned", {}, "policy 'learned' needs scorer_weights="),
+        ("snapkv", {"window": 0}, "SnapKV needs a window of at least 1 query"),
+        ("snapkv", {"pool": 4}, "pool must be an odd integer >= 1, got 4"),
+        ("snapkv", {"head_budgets": "layer", "retention": "shared"}, "needs retention 'per_head'"),
+        ("kvzip", {"safeguard": 2}, r"safeguard must be in \[0, 1\], got 2"),
+    ],
+)
+def test_bad_options_of_methods(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        policies.by_name(name, **options)
+
+
+def test_ratio_of_all_tokens_seen():
+    """In whole numbers, up to a million tokens and for ratios of four decimals."""
+    with pytest.raises(ValueError, match="at most four decimals, got 0.12345"):
+        policies.inertiakv(0.12345, ratio_of="seen")
+    for ratio in (0.9, 0.5, 0.1234, 0.9999, 0.333):
+        knobs = policies.inertiakv(ratio, ratio_of="seen").knobs(MODEL)
+        seen = np.array([1, 2, 3, 9, 10, 11, 99, 100, 101, 4095, 12_345, 999_999, 2**31 - 1])
+        got = tokens_kept_of_seen(jnp.asarray(seen, jnp.int32), knobs.ratio_of_seen)
+        assert got.tolist() == [policies.tokens_kept(int(n), ratio) for n in seen]
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "policies").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files(path):
+    policy = policies.by_name(str(path))
+    assert policy.ratio == 0.9
+    assert policies.by_name(str(path), 0.5).ratio == 0.5
+
+
+def test_files(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: lazy8\ntokens: 50\nscorer: vnorm\nlayer_weights: [1, 2, 3]\n")
+    expected = policies.lazy(8, tokens=50, scorer="vnorm", layer_weights=(1, 2, 3))
+    assert policies.from_file(path) == policies.by_name(str(path)) == expected
+    assert policies.by_name(str(path), 0.5).ratio == 0.5
+    assert policies.by_name(str(path), alpha=0.5).alpha == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: inertiakv\nalfa: 0.5\n", "has no option 'alfa'"),
+        ("- inertiakv\n", "expected a mapping with a name"),
+        ("ratio: 0.9\n", "expected a mapping with a name"),
+        ("name: [1\n", "mine.yaml"),
+        ("name: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        ("name: inertiakv\n1: 2\n", "mine.yaml"),
+        ("name: other.yaml\n", "must be a method's, got 'other.yaml'"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        policies.from_file(path)
+    assert "mine.yaml" in str(error.value)
+
+
+def test_no_such_file():
+    with pytest.raises(ValueError, match=r"no policy at 'nowhere.yaml'"):
+        policies.by_name("nowhere.yaml")
