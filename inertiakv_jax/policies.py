@@ -27,6 +27,7 @@ from inertiakv_jax.prefill_method import EXPECTED_ATTENTION, KVZIP, SNAPKV, Pref
 from inertiakv_jax.state import NO_EVICTION, PER_HEAD, PER_LAYER
 
 DEFAULT_RATIO = 0.9
+_FILES = (".yaml", ".yml")
 _BUDGETS = ("ratio", "tokens", "kv_bytes")
 
 
@@ -247,7 +248,7 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     """
     if not isinstance(name, str):
         raise ValueError(f"policy must be a name, got {name!r}; one of: {', '.join(NAMES)}")
-    if name.endswith((".yaml", ".yml")):
+    if name.endswith(_FILES):
         return from_file(name, ratio=ratio, **options)
     if "+" in name:
         first, second = name.split("+", 1)
@@ -299,6 +300,8 @@ def from_file(path: str | Path, **options: Any) -> Policy:
         config = yaml.safe_load(text)
         if not isinstance(config, dict) or not isinstance(config.get("name"), str):
             raise ValueError("expected a mapping with a name and options")
+        if config["name"].endswith(_FILES):
+            raise ValueError(f"the name must be a method's, got {config['name']!r}")
         given = {key: value for key, value in options.items() if value is not None}
         if any(key in _BUDGETS for key in given):
             config = {key: value for key, value in config.items() if key not in _BUDGETS}
