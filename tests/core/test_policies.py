@@ -306,7 +306,7 @@ def test_composition():
 def test_named_aggregation():
     policy = policies.by_name("tova", aggregation="cumulative")
     assert (policy.decay, policy.retention) == (1.0, "per_layer")
-    with pytest.raises(ValueError, match="aggregation must be one of layer-sequential, .*'mean'"):
+    with pytest.raises(ValueError, match=r"aggregation must be one of layer-sequential, .*'mean'"):
         policies.inertiakv(aggregation="mean")
 
 
@@ -341,7 +341,7 @@ def test_bad_options_of_methods(name, options, message):
 
 def test_ratio_of_all_tokens_seen():
     """In whole numbers, up to a million tokens and for ratios of four decimals."""
-    with pytest.raises(ValueError, match="at most four decimals, got 0.12345"):
+    with pytest.raises(ValueError, match=r"at most four decimals, got 0.12345"):
         policies.inertiakv(0.12345, ratio_of="seen")
     for ratio in (0.9, 0.5, 0.1234, 0.9999, 0.333):
         knobs = policies.inertiakv(ratio, ratio_of="seen").knobs(MODEL)
