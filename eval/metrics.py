@@ -1,8 +1,8 @@
 """The benchmarks' metrics: a score in [0, 1] for one prediction, equal to the official script's.
 
 Where an official script has a quirk that changes scores, the quirk is kept and said so, for only
-then can numbers be compared with published ones. tests/eval/official_scores.json holds what the
-scripts themselves gave.
+then can numbers be compared with published ones. tests/evaluation/official_scores.json holds what
+the scripts themselves gave.
 
 Sources: LongBench ``metrics.py`` and ``eval.py``, LongBench-v2 ``pred.py`` (THUDM/LongBench);
 RULER ``eval/synthetic/constants.py`` and ``eval/evaluate.py`` (NVIDIA/RULER).

@@ -1,7 +1,7 @@
 """What RULER's prompts are made of: word lists, essays, sentences, and sizes that fit a length.
 
 The generators draw from ``random`` in the order in which RULER's own scripts do, so that one seed
-gives their samples word for word (see tests/eval/test_ruler.py for where it does not).
+gives their samples word for word: tests/evaluation/test_ruler.py compares them.
 Source: NVIDIA/RULER ``scripts/data/synthetic``, Hsieh et al. 2024, arXiv 2404.06654.
 """
 

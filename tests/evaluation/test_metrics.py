@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from eval.conftest import needs
-from eval.pairs import CLASSES, long_pair, pairs, responses
+from evaluation.conftest import needs
+from evaluation.pairs import CLASSES, long_pair, pairs, responses
 
 from inertiakv_jax.eval import metrics
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 from cli.conftest import inertiakv as inertiakv  # a fixture
-from eval.conftest import needs
-from eval.tiny import write_data, write_tiny
+from evaluation.conftest import needs
+from evaluation.tiny import write_data, write_tiny
 
 from inertiakv_jax.commands.evaluate import Evaluate
 from inertiakv_jax.eval.settings import Settings, read_config, shipped_names

@@ -6,7 +6,7 @@ import json
 import zipfile
 
 import pytest
-from eval.conftest import needs
+from evaluation.conftest import needs
 
 from inertiakv_jax.eval import sources
 from inertiakv_jax.eval.prompting import Prompting, shortened

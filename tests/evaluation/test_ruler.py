@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from eval.conftest import needs
+from evaluation.conftest import needs
 
 from inertiakv_jax.eval.sources import Sources
 from inertiakv_jax.eval.tasks import needle, ruler, ruler_lists, ruler_text

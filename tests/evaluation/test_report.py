@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from cli.conftest import inertiakv as inertiakv  # a fixture
-from eval.made_up import DESCRIPTION, FULL, LAZY, TOVA, record, records, write_run
+from evaluation.made_up import DESCRIPTION, FULL, LAZY, TOVA, record, records, write_run
 
 from inertiakv_jax.eval import results
 from inertiakv_jax.eval.bootstrap import Interval

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from eval.conftest import needs
-from eval.tiny import write_data, write_tiny
+from evaluation.conftest import needs
+from evaluation.tiny import write_data, write_tiny
 
 import inertiakv_jax as ikv
 from inertiakv_jax.eval import continuation, records, runner
