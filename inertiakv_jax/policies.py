@@ -232,8 +232,9 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     """Make a policy from its name, as given on the command line.
 
     Args:
-      name: one of ``NAMES``; "A+B" for the prefill-time method A followed by the decode-time method
-        B, with ``prefill_ratio`` (0.5) for A and the rest for B; or the path of a .yaml file.
+      name: one of ``NAMES``, with options behind commas if wanted ("tova,protect_recent=1"); "A+B"
+        for the prefill-time method A followed by the decode-time method B, with ``prefill_ratio``
+        (0.5) for A and the rest for B; or the path of a .yaml file.
       ratio: fraction of the prompt removed; ignored by ``full``.
       **options: fields of ``Policy``; likewise. Those of ``PrefillMethod`` for a prefill-time
         method; ``aggregation``, one of ``aggregation.RULES``, for a decode-time one.
@@ -245,9 +246,15 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     4
     >>> by_name("snapkv+lazy4", ratio=0.9).prefill.scorer
     'snapkv'
+    >>> by_name("inertiakv,decay=0.5,layer_weights=uniform").decay
+    0.5
     """
     if not isinstance(name, str):
         raise ValueError(f"policy must be a name, got {name!r}; one of: {', '.join(NAMES)}")
+    if "," in name:
+        name, written = _split_options(name)
+        options = {**written, **options}
+        ratio = options.pop("ratio", None) if ratio is None else ratio
     if name.endswith(_FILES):
         return from_file(name, ratio=ratio, **options)
     if "+" in name:
@@ -259,6 +266,21 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
     if name not in _MAKERS:
         raise ValueError(f"unknown policy {name!r}; expected one of: {', '.join(NAMES)}")
     return _MAKERS[name](ratio, **options)
+
+
+def _split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Take "NAME,OPTION=VALUE,..." apart; values are YAML."""
+    name, *pairs = text.split(",")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key in ("", "name") or key in options:
+            raise ValueError(f"policy {text!r}: expected OPTION=VALUE once each, got {pair!r}")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"policy {text!r}: {value!r} is no YAML value") from error
+    return name, options
 
 
 def compose(prefill: Policy, decode: Policy) -> Policy:

@@ -45,17 +45,18 @@ class Generate:
     """float32 or bfloat16."""
 
     policy: str = "inertiakv"
-    """full, inertiakv, lazyR (lazy4: rescore every 4 steps) or score-free."""
+    """A method (full, inertiakv, lazy4, score-free, tova, h2o, snapkv, ...), with options behind
+    commas if wanted (inertiakv,decay=0.5,retention=per_layer), A+B, or a .yaml file."""
     ratio: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.9)")] = None
     """Fraction of the prompt's cache removed, in [0, 1)."""
     tokens: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Tokens that the cache keeps, instead of --ratio."""
-    protect_first: int = 0
+    protect_first: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Tokens at the beginning that are never evicted."""
-    protect_recent: int = 0
+    protect_recent: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Latest tokens that are never evicted."""
-    alpha: float = 0.8
-    """Coefficient of the moving average, in [0, 1); higher forgets slower."""
+    alpha: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Coefficient of the moving average, in [0, 1); higher forgets slower. The paper's is 0.8."""
 
     max_new_tokens: int = 128
     """Tokens to generate, at most."""
@@ -100,15 +101,9 @@ class Generate:
     def _policy(self) -> "Policy":
         from inertiakv_jax import policies
 
-        options: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
-        return policies.by_name(
-            self.policy,
-            ratio=self.ratio,
-            alpha=self.alpha,
-            protect_first=self.protect_first,
-            protect_recent=self.protect_recent,
-            **options,
-        )
+        names = ("tokens", "alpha", "protect_first", "protect_recent")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return policies.by_name(self.policy, ratio=self.ratio, **options)
 
     def _sampling(self) -> "Sampling | None":
         from inertiakv_jax.sampling import Sampling

@@ -7,7 +7,7 @@ from aot.compile_ahead import compile_cases
 
 pytestmark = pytest.mark.aot
 
-LAYERS, BATCH, SLOTS = 2, 8, 6528  # a tenth of 64k tokens, in its bucket
+LAYERS, BATCH, SLOTS = 2, 8, 13_312  # a tenth of 128k tokens, in its bucket
 KV_HEADS, HEAD_DIM, DEVICES = 8, 128, 8
 LEAF = rf"bf16\[{BATCH},{KV_HEADS // DEVICES},{SLOTS},{HEAD_DIM}\]"
 LEAF_BYTES = BATCH * SLOTS * HEAD_DIM * 2  # one kv head a device
@@ -16,6 +16,7 @@ KERNEL = {
     "a100": re.escape("__gpu$xla.gpu.triton"),
     "h100": "mosaic_gpu_v2",
 }
+EVICT_KERNELS = {"v5e": 1, "a100": 0, "h100": 0}  # elsewhere eviction is left to XLA
 
 
 @pytest.fixture(scope="module", params=sorted(KERNEL))
@@ -49,7 +50,8 @@ def count(pattern, program):
 def test_kernel_of_the_target_runs_once_a_layer(programs):
     target, *compiled = programs
     for program in compiled:
-        assert count(rf'custom_call_target="{KERNEL[target]}"', program) == LAYERS
+        kernels = count(rf'custom_call_target="{KERNEL[target]}"', program)
+        assert kernels == LAYERS + EVICT_KERNELS[target]
 
 
 def test_no_key_or_value_buffer_is_copied_or_transposed(programs):

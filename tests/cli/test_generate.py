@@ -129,11 +129,28 @@ def test_policy_options_reach_the_policy(generate):
         "ratio": None,
         "tokens": 9,
         "kv_bytes": None,
+        "ratio_of": "prompt",
+        "scorer": "attention",
+        "retention": "shared",
         "alpha": 0.3,
+        "decay": None,
+        "layer_weights": "sequential",
         "refresh": 1,
         "protect_first": 2,
         "protect_recent": 3,
+        "recent_fraction": 0.0,
+        "seed": 0,
+        "scorer_weights": None,
+        "prompt_queries": 0,
+        "prefill": None,
     }
+
+
+def test_methods_and_their_options_behind_commas(generate):
+    policy = json.loads(generate(PROMPT, "--json", "--policy", "tova,decay=0.5").out)["policy"]
+    assert (policy["name"], policy["decay"], policy["retention"]) == ("tova", 0.5, "per_layer")
+    policy = json.loads(generate(PROMPT, "--json", "--policy", "snapkv,window=4").out)["policy"]
+    assert (policy["prefill"]["window"], policy["prefill"]["ratio"]) == (4, 0.9)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class ScriptedModel:
     num_kv_heads: int = CONFIG.num_kv_heads
     head_dim: int = CONFIG.head_dim
     max_positions: int = CONFIG.max_position_embeddings
+    sliding_windows: tuple = (None, None)
     dtype: Any = "float32"
 
     def hidden(self, params, tokens, positions, cache):
