@@ -16,7 +16,15 @@ LAYERS = {
     1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding"],
     2: [
         *("scoring", "aggregation", "eviction", "attention", "observation", "prefill_attention"),
-        *("budget", "learned_scorer", "prefill_method", "prompt_scoring", "policy", "policies"),
+        *(
+            "budget",
+            "learned_scorer",
+            "prefill_method",
+            "prompt_scoring",
+            "policy",
+            "methods",
+            "policies",
+        ),
     ],
     3: [
         *("shrinking", "reconstruction", "prompt_thinning"),
@@ -27,7 +35,7 @@ LAYERS = {
         *("configs", "eval", "eval.*"),
         *("cli", "commands", "commands.*", "__main__"),
         *("bench", "bench_peers", "demo", "demo_figure", "prose"),
-        *("diagnostics", "diagnostics_*", "scorer_training", "scorer_distillation"),
+        *("diagnostics", "diagnostics_*", "scorer_*", "training_text"),
         "",  # the package root
     ],
 }
