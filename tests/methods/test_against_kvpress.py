@@ -8,10 +8,11 @@ line says why.
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from peer_models import transformers_model
 from weights.tiny_files import SIZES, write_tokenizer_json
 
 import inertiakv_jax as ikv
-from inertiakv_jax import policies
+from inertiakv_jax import policies, prose
 from inertiakv_jax.text import with_repetition
 
 pytestmark = pytest.mark.torch
@@ -222,3 +223,27 @@ def test_kvzip(models):
     counts = [len(head) for layer in got for head in layer]
     assert sum(counts) == 50 * len(counts)
     assert len(set(counts)) > 1
+
+
+@pytest.mark.real_weights
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "press", "options"),
+    [
+        ("tova", "TOVAPress", {}),
+        ("keydiff", "KeyDiffPress", {}),
+        ("snapkv", "SnapKVPress", {"window_size": 64, "kernel_size": 5}),
+    ],
+)
+def test_on_smollm2(smollm2, name, press, options):
+    """The same 100 of 400 tokens in each of 30 layers, or 90 heads."""
+    theirs = transformers_model(smollm2, torch)
+    text = prose.planted_text(500, 1, lambda text: len(smollm2.tokenizer(text)["input_ids"])).text
+    ids = np.asarray(smollm2.tokenizer(text)["input_ids"])[:400]
+    once = name == "snapkv"
+    press = recording(getattr(kvpress, press), compression_ratio=ratio(100, 400), **options)
+    expected = kept_after_prefill(theirs, press, ids)
+    policy = policies.by_name(name, tokens=100, **({"protect_recent": 1} if name == "tova" else {}))
+    got = held(run(smollm2, policy, ids, 0 if once else 1)[-1])
+    assert got == expected
+    assert {len(head) for layer in got for head in layer} == {100}
