@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -193,7 +192,7 @@ class Attention(nn.Module):
             rotate(query, scaled(rotation, query_scale)),
             rotate(key, rotation),
             value,
-            **self._options(),
+            soft_cap=config.attention_soft_cap,
         )
         output = output.reshape(*hidden.shape[:-1], config.num_heads * config.head_dim)
         bias = config.attention_out_bias
@@ -204,10 +203,6 @@ class Attention(nn.Module):
         bias, width = self.config.attention_bias, heads * self.config.head_dim
         projected = linear(width, self.dtype, bias=bias, name=name)(hidden)
         return projected.reshape(*hidden.shape[:-1], heads, self.config.head_dim)
-
-    def _options(self) -> dict[str, Any]:
-        cap = self.config.attention_soft_cap
-        return {} if cap is None else {"soft_cap": cap}
 
 
 class GatedMLP(nn.Module):

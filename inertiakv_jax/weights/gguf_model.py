@@ -1,41 +1,18 @@
-"""GGUF checkpoints as Hugging Face ones: tensor names, config and row order."""
+"""GGUF checkpoints as Hugging Face ones: tensor names, row order and what was added to norms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from inertiakv_jax.config import ModelConfig
-from inertiakv_jax.rope_scaling import RopeScaling, frequency_divisors
-from inertiakv_jax.weights.gguf_file import GgufFile, GgufTensor
-from inertiakv_jax.weights.hf_config import config_from_hf
+from inertiakv_jax.weights.gguf_file import GgufFile, GgufTensor, quantized_bytes
 from inertiakv_jax.weights.tensor_source import Block, read_bytes, row_blocks
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What differs between the architectures that a GGUF file can name.
-
-    Attributes:
-        model_type: the Hugging Face name of the same architecture.
-        permuted: parts of GGUF tensor names whose rows the converter reordered head by head, so
-            that rotary pairs lie side by side.
-    """
-
-    model_type: str
-    permuted: tuple[str, ...] = ()
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", permuted=(".attn_q.", ".attn_k.")),
-    "qwen2": Architecture("qwen2"),
-}
 
 # GGUF tensor names without "weight" or "bias", and what Hugging Face calls them.
 NAMES: Mapping[str, str] = {
@@ -54,10 +31,47 @@ LAYER_NAMES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 
-# Llama 3.1 and later write their scaled frequencies as a tensor, not these three constants.
-LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
+
+@dataclass(frozen=True)
+class Architecture:
+    """What differs between the architectures that a GGUF file can name.
+
+    Attributes:
+        model_type: the Hugging Face name of the same architecture.
+        names: parts of a layer beyond ``LAYER_NAMES``, or other names for them.
+        permuted: parts of GGUF tensor names whose rows the converter reordered head by head, so
+            that rotary pairs lie side by side.
+        one_plus_norms: norm weights are stored as 1 + w.
+    """
+
+    model_type: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    permuted: tuple[str, ...] = ()
+    one_plus_norms: bool = False
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", permuted=(".attn_q.", ".attn_k.")),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", QK_NORMS),
+    "qwen3moe": Architecture("qwen3_moe", QK_NORMS | EXPERTS),
+    "gemma2": Architecture("gemma2", POST_NORMS, one_plus_norms=True),
+    "gemma3": Architecture("gemma3_text", QK_NORMS | POST_NORMS, one_plus_norms=True),
+}
 
 
 @dataclass(frozen=True)
@@ -65,14 +79,16 @@ class GgufSource:
     """A ``TensorSource`` over one GGUF file; values come dequantised, as float32.
 
     Attributes:
+        path: the file.
         tensors: by Hugging Face name.
         heads: number of heads of each tensor whose rows the converter reordered.
-        path: the file.
+        one_plus_norms: norm weights are stored as 1 + w.
     """
 
     path: Path
     tensors: Mapping[str, GgufTensor]
     heads: Mapping[str, int]
+    one_plus_norms: bool = False
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -90,7 +106,7 @@ class GgufSource:
             raise ValueError(f"{self.path}: tensor {name!r}: F64 is not supported")
         # A vector has no rows to take one by one: its blocks are cut along its only dimension.
         if len(tensor.shape) == 1:
-            yield slice(0, tensor.shape[0]), self._restored(name, read_numbers(self.path, tensor))
+            yield slice(0, tensor.shape[0]), self._vector(name, tensor)
             return
         order = None
         if name in self.heads:
@@ -99,7 +115,10 @@ class GgufSource:
             rows = slice(start, stop) if order is None else order[start:stop]
             yield rows, read_numbers(self.path, tensor, start, stop)
 
-    def _restored(self, name: str, vector: np.ndarray) -> np.ndarray:
+    def _vector(self, name: str, tensor: GgufTensor) -> np.ndarray:
+        vector = read_numbers(self.path, tensor)
+        if self.one_plus_norms and name.endswith("norm.weight"):
+            return vector - 1.0
         if name not in self.heads:
             return vector
         restored = np.empty_like(vector)
@@ -142,16 +161,17 @@ def unpermuted_rows(num_rows: int, num_heads: int) -> np.ndarray:
     return (np.arange(num_heads)[:, None] * head_dim + within[None, :]).reshape(-1)
 
 
-def hf_name(name: str) -> str | None:
+def hf_name(name: str, architecture: Architecture) -> str | None:
     """The Hugging Face name of a GGUF tensor, or None for one without a counterpart."""
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None
     if stem in NAMES:
         return f"{NAMES[stem]}.{kind}"
+    parts = {**LAYER_NAMES, **architecture.names}
     match stem.split("."):
-        case ["blk", layer, part] if layer.isdecimal() and part in LAYER_NAMES:
-            return f"model.layers.{int(layer)}.{LAYER_NAMES[part]}.{kind}"
+        case ["blk", layer, part] if layer.isdecimal() and part in parts:
+            return f"model.layers.{int(layer)}.{parts[part]}.{kind}"
     return None
 
 
@@ -183,130 +203,28 @@ def gguf_source(file: GgufFile, config: ModelConfig) -> GgufSource:
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS:  # read by gguf_config
             continue
-        target = hf_name(name)
+        target = hf_name(name, architecture)
         if target is None:
             unknown.append(name)
-            continue
-        tensors[target] = tensor
-        if any(part in name for part in architecture.permuted):
-            heads[target] = config.num_heads if ".attn_q." in name else config.num_kv_heads
+        elif "{expert}" in target and len(tensor.shape) == 3:
+            tensors |= {
+                target.format(expert=index): part for index, part in enumerate(experts_of(tensor))
+            }
+        else:
+            tensors[target] = tensor
+            if any(part in name for part in architecture.permuted):
+                heads[target] = config.num_heads if ".attn_q." in name else config.num_kv_heads
     if unknown:
         raise ValueError(
             f"{file.path}: {len(unknown)} tensors have no place in the model: "
             f"{', '.join(unknown[:8])}"
         )
-    return GgufSource(file.path, tensors, heads)
+    return GgufSource(file.path, tensors, heads, architecture.one_plus_norms)
 
 
-def gguf_config(file: GgufFile) -> ModelConfig:
-    """Sizes and constants from GGUF metadata.
-
-    Whether there are biases and an lm_head shows in which tensors the file has.
-
-    Raises:
-        ValueError: a field is missing or asks for something that is not implemented; the message
-            names the file and the field.
-    """
-    name, architecture = architecture_of(file)
-    try:
-        config = config_from_hf(_as_hf_config(file, name, architecture))
-        return _with_rope_factors(file, config)
-    except ValueError as error:
-        message = str(error)
-        prefix = "" if message.startswith(str(file.path)) else f"{file.path}: "
-        raise ValueError(f"{prefix}{message}") from error
-
-
-def _as_hf_config(file: GgufFile, name: str, architecture: Architecture) -> dict[str, Any]:
-    def field(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"{name}.{key}", default)
-
-    heads, hidden_size = field("attention.head_count"), field("embedding_length")
-    head_dim = field("attention.key_length")
-    _refuse_what_is_not_implemented(file, name)
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    eos = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    return {
-        "model_type": architecture.model_type,
-        "vocab_size": field("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        "hidden_size": hidden_size,
-        "intermediate_size": field("feed_forward_length"),
-        "num_hidden_layers": field("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": field("context_length"),
-        "rope_theta": field("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(field),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": [token for token in eos if token is not None],
-    }
-
-
-def _rope_scaling(field: Any) -> dict[str, Any] | None:
-    rope_type = field("rope.scaling.type")
-    factor = field("rope.scaling.factor")
-    if rope_type in (None, "none"):
-        linear = field("rope.scale_linear", 1.0)  # the older spelling
-        return None if linear == 1.0 else {"rope_type": "linear", "factor": linear}
-    if rope_type == "linear" and factor in (None, 0.0, 1.0):
-        return None
-    original = field("rope.scaling.original_context_length")
-    known = {} if original is None else {"original_max_position_embeddings": original}
-    return {"rope_type": rope_type, "factor": factor, **known}
-
-
-def _refuse_what_is_not_implemented(file: GgufFile, name: str) -> None:
-    def field(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"{name}.{key}", default)
-
-    key_length, heads = field("attention.key_length"), field("attention.head_count")
-    hidden_size = field("embedding_length")
-    if key_length is None and isinstance(heads, int) and isinstance(hidden_size, int) and heads:
-        key_length = hidden_size // heads
-    allowed = {
-        "expert_count": (None, 0),
-        "attention.causal": (None, True),
-        "attention.sliding_window": (None, 0),
-        "attention.value_length": (None, key_length),
-        "rope.dimension_count": (None, key_length),
-        "attention.clamp_kqv": (None, 0.0),
-        "logit_scale": (None, 0.0, 1.0),
-        "embedding_scale": (None, 0.0, 1.0),
-        "residual_scale": (None, 0.0, 1.0),
-        "attention.scale": (None, 0.0),
-        "rope.scaling.attn_factor": (None, 0.0, 1.0),
-        "rope.scaling.yarn_log_multiplier": (None, 0.0),
-    }
-    for key, values in allowed.items():
-        if field(key) not in values:
-            raise ValueError(f"{name}.{key} {field(key)!r} is not supported")
-
-
-def _with_rope_factors(file: GgufFile, config: ModelConfig) -> ModelConfig:
-    """Recognise the frequency divisors that Llama 3.1 and later store as a tensor."""
-    tensor = file.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return config
-    if tensor.shape != (config.head_dim // 2,):
-        raise ValueError(
-            f"tensor {ROPE_FACTORS!r} has shape {tensor.shape}, expected {(config.head_dim // 2,)}"
-        )
-    divisors = read_numbers(file.path, tensor)
-    if np.array_equal(divisors, np.ones_like(divisors)):
-        return config
-    largest = float(divisors.max())
-    if np.isfinite(largest) and largest > 1.0 and config.rope_scaling is None:
-        scaling = RopeScaling("llama3", largest, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT)
-        expected = frequency_divisors(config.head_dim, config.rope_theta, scaling)
-        if np.allclose(divisors, expected, rtol=1e-4, atol=0.0):
-            return replace(config, rope_scaling=scaling)
-    raise ValueError(
-        f"tensor {ROPE_FACTORS!r} does not hold the llama3 scaling of a context of "
-        f"{LLAMA3_CONTEXT} tokens (low_freq_factor {LLAMA3_LOW:g}, high_freq_factor "
-        f"{LLAMA3_HIGH:g}); other frequency factors are not supported"
-    )
+def experts_of(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """The matrices of a stacked tensor, one per expert, as tensors of their own."""
+    num_experts, *shape = tensor.shape
+    for index in range(num_experts):
+        offset = tensor.offset + index * quantized_bytes(tuple(shape), tensor.quantization)
+        yield replace(tensor, shape=tuple(shape), offset=offset)

@@ -205,8 +205,6 @@ def config_from_hf(config: Fields, generation_config: Fields | None = None) -> M
         **(_gemma_constants(config, name) if name.startswith("gemma") else {}),
     )
     _warn_of_unread_fields(config, name)
-    if any(parsed.sliding_windows):
-        raise ValueError(f"sliding_window {window} is not supported")
     return parsed
 
 

@@ -13,8 +13,9 @@ from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.weights import hub
 from inertiakv_jax.weights.catalogue import CATALOGUE, CatalogueEntry
+from inertiakv_jax.weights.gguf_config import gguf_config
 from inertiakv_jax.weights.gguf_file import open_gguf
-from inertiakv_jax.weights.gguf_model import gguf_config, gguf_source
+from inertiakv_jax.weights.gguf_model import gguf_source
 from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.params import checked_dtype, load_params
 from inertiakv_jax.weights.safetensors_files import open_safetensors, read_json

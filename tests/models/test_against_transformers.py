@@ -36,6 +36,16 @@ MOE = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+GEMMA3 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama3-biases-tied": (
@@ -48,10 +58,40 @@ CASES = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 24}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
+    "qwen2-yarn-window": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": False,
+            "rope_parameters": YARN,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-moe": ("Qwen3Moe", MOE | {"mlp_only_layers": [1]}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-biases-untied": (
+        "Gemma3",
+        GEMMA3
+        | {
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": None,
+        },
+    ),
 }
 
 
@@ -60,7 +100,8 @@ def saved(folder, case, dtype=torch.float32):
     kind, changes = CASES[case]
     torch.manual_seed(1)
     options = {**SIZES, "max_position_embeddings": 512, "eos_token_id": None, **changes}
-    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="eager")
+    text = "Text" if kind == "Gemma3" else ""
+    config = getattr(transformers, f"{kind}{text}Config")(**options, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -23,6 +23,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0}
 CASES = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 512}),
@@ -33,7 +34,9 @@ CASES = {
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-untied": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2-untied": ("Qwen2", {"use_sliding_window": False, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"attention_bias": True}),
+    "gemma2": ("Gemma2", {}),
 }
 
 
@@ -67,8 +70,9 @@ def as_transformers_says(name, array):
         "layers_": "model.layers.",
         "embed.embedding": "model.embed_tokens.weight",
         "final_norm.scale": "model.norm.weight",
-        "input_norm.scale": "input_layernorm.weight",
-        "post_attention_norm.scale": "post_attention_layernorm.weight",
+        "_norm.scale": "_layernorm.weight",
+        "q_layernorm": "q_norm",
+        "k_layernorm": "k_norm",
         "attention.": "self_attn.",
         ".kernel": ".weight",
     }.items():
@@ -130,8 +134,8 @@ def test_sliding_window_that_mistral_has_unless_told_otherwise(tmp_path):
 
     config = transformers.MistralConfig(**SIZES)
     transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
-        load(tmp_path)
+    write_tokenizer_json(tmp_path)
+    assert load(tmp_path).model.sliding_windows == (4096, 4096)
 
 
 def test_gptq_like_config_is_refused(tmp_path):

@@ -304,17 +304,119 @@ def test_refused_by_name(change, words):
         assert word in str(caught.value)
 
 
+def test_mistral_has_a_window_in_every_layer_unless_told_otherwise():
+    assert config_from_hf(MISTRAL).sliding_windows == (None, None)
+    assert config_from_hf(MISTRAL | {"sliding_window": 64}).sliding_windows == (64, 64)
+    long = without(MISTRAL, "sliding_window") | {"max_position_embeddings": 32768}
+    config = config_from_hf(long)
+    assert config.sliding_windows == (4096, 4096)
+    # Nothing grows; two layers hold 4096 tokens of 2 (keys, values) * 2 heads * 16 numbers each.
+    assert (config.kv_bytes_per_token(2), config.window_kv_bytes(2)) == (0, 1_048_576)
+
+
+def test_qwen2_has_windows_in_its_upper_layers():
+    on = QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 4}
+    assert config_from_hf(on).sliding_windows == (None,) * 4
+    upper = config_from_hf(on | {"max_window_layers": 3})
+    assert upper.sliding_windows == (None, None, None, 64)
+    listed = on | {"layer_types": ["sliding_attention", *["full_attention"] * 3]}
+    assert config_from_hf(listed).sliding_windows == (64, None, None, None)
+
+
+GEMMA2 = LLAMA | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 12,
+    "sliding_window": 64,
+}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+
+
+def test_gemma3_of_transformers_4():
+    """The fields of gemma-3-1b's own config.json that matter."""
+    config = config_from_hf(
+        GEMMA3
+        | {
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "query_pre_attn_scalar": 168,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+        }
+    )
+    assert config.sliding_windows == (*[64] * 5, None) * 2
+    assert (config.rope_theta, config.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
+    assert (config.local_rope_theta, config.query_scale_dim) == (1e4, 168.0)
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (None, None)
+    assert (config.qk_norm, config.post_norms, config.unit_offset_norms) == (True, True, True)
+    assert (config.activation, config.scale_embeddings) == ("gelu_tanh", True)
+    global_, local = config.rope_inverse_frequencies(), config.local_rope_inverse_frequencies()
+    # Pair 1 of 8: theta^(-1/8), the global one divided by 8.
+    np.testing.assert_allclose((global_[1], local[1]), (0.17782794 / 8, 0.31622777), rtol=1e-6)
+
+
+def test_gemma3_of_transformers_5_says_the_same():
+    old = GEMMA3 | {
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 20000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
+    new = without(GEMMA3, "rope_theta") | {
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    }
+    assert config_from_hf(old) == config_from_hf(new)
+
+
+def test_defaults_of_gemma():
+    absent = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+    config = config_from_hf(without(GEMMA3, *absent, "tie_word_embeddings", "eos_token_id"))
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+    assert (config.head_dim, config.tie_word_embeddings) == (256, True)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert (config.query_scale_dim, config.eos_token_ids) == (256.0, (1,))
+
+
+def test_gemma2_caps_its_logits():
+    config = config_from_hf(GEMMA2)
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (50.0, 30.0)
+    assert config.sliding_windows == (64, None) * 6
+    assert (config.qk_norm, config.local_rope_theta) == (False, None)
+    assert config_from_hf(GEMMA2 | {"final_logit_softcapping": None}).logits_soft_cap is None
+
+
 @pytest.mark.parametrize(
-    ("config", "field"),
+    ("config", "words"),
     [
-        (MISTRAL | {"sliding_window": 64}, "sliding_window 64"),
         (MISTRAL | {"sliding_window": "64"}, "sliding_window must be an integer .* '64'"),
-        (without(MISTRAL, "sliding_window") | {"max_position_embeddings": 32768}, "4096"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64}, "64"),
+        (
+            MISTRAL | {"layer_types": ["sliding_attention"] * 2},
+            "layer_types .* needs a sliding_win",
+        ),
+        (GEMMA3 | {"sliding_window": None}, "sliding_window must be an integer .* None"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation 'gelu' .* gelu_pytorch_tanh"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        (GEMMA3 | {"final_logit_softcapping": -1.0}, "logits_soft_cap must be .* above 0"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_scale_dim must be .* above 0"),
+        (
+            GEMMA3 | {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters must have entries",
+        ),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": LLAMA3_ROPE}},
+            "sliding_attention.rope_type 'llama3'",
+        ),
+        (GEMMA2 | {"rope_scaling": {"full_attention": LLAMA3_ROPE}}, "rope_scaling .* layer type"),
     ],
 )
-def test_enabled_sliding_windows_are_refused(config, field):
-    with pytest.raises(ValueError, match=field):
+def test_windows_and_caps_refused_by_name(config, words):
+    with pytest.raises(ValueError, match=words):
         config_from_hf(config)
 
 

@@ -1,6 +1,7 @@
 """GGUF files: header checks by hand-made bytes, values by the gguf package and by literals."""
 
 import contextlib
+import dataclasses
 import struct
 
 import gguf
@@ -11,8 +12,9 @@ import pytest
 from weights.tiny_files import LLAMA, hf_tensors, write_folder, write_gguf
 
 from inertiakv_jax.rope_scaling import RopeScaling
+from inertiakv_jax.weights.gguf_config import gguf_config
 from inertiakv_jax.weights.gguf_file import open_gguf
-from inertiakv_jax.weights.gguf_model import gguf_config, gguf_source, unpermuted_rows
+from inertiakv_jax.weights.gguf_model import gguf_source, unpermuted_rows
 from inertiakv_jax.weights.load import load
 
 U32, F32, STRING, ARRAY = 4, 6, 8, 9
@@ -207,6 +209,110 @@ def test_llama_biases_are_permuted_too(tmp_path):
         np.testing.assert_array_equal(attention[f"{part}_proj"]["bias"], np.arange(size))
 
 
+QWEN3 = LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GEMMA = LLAMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
+GEMMA3 = GEMMA | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 64,
+    "rope_theta": 1e6,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+GEMMA2 = GEMMA | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "sliding_window": 64,
+    "attn_logit_softcapping": 40.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "metadata"),
+    [
+        ("qwen3", QWEN3, {}),
+        (
+            "gemma3",
+            GEMMA3,
+            {
+                "gemma3.attention.sliding_window": 64,
+                "gemma3.rope.freq_base": 1e6,
+                "gemma3.rope.scaling.type": "linear",
+                "gemma3.rope.scaling.factor": 8.0,
+            },
+        ),
+        (
+            "gemma2",
+            GEMMA2 | {"final_logit_softcapping": None},
+            {
+                "gemma2.attention.sliding_window": 64,
+                "gemma2.attn_logit_softcapping": 40.0,
+                "gemma2.final_logit_softcapping": 0.0,
+            },
+        ),
+    ],
+)
+def test_families_equal_the_same_model_as_safetensors(tmp_path, arch, config, metadata):
+    tensors = hf_tensors(config)
+    folder = load(write_folder(tmp_path, config, tensors))
+    file = load(write_gguf(tmp_path / "m.gguf", tensors, arch=arch, metadata=metadata))
+    # Norms of Gemma are stored as 1 + w: one float32 rounding.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 if arch != "qwen3" else 0.0),
+        file.params,
+        folder.params,
+    )
+    rounded = {"rms_norm_eps": file.config.rms_norm_eps, "eos_token_ids": file.eos_token_ids}
+    assert file.config == dataclasses.replace(folder.config, **rounded)
+
+
+def test_experts_equal_the_same_model_as_safetensors(tmp_path):
+    config = LLAMA | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    tensors = hf_tensors(config)
+    folder = load(write_folder(tmp_path, config, tensors))
+    packed = {}
+    for layer in range(2):
+        for part in ("gate", "up", "down"):
+            name = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+            matrices = [tensors.pop(name.format(layer, expert, part)) for expert in range(3)]
+            kind = gguf.GGMLQuantizationType.Q8_0
+            stacked = gguf.quants.quantize(np.stack(matrices), kind)
+            packed[f"blk.{layer}.ffn_{part}_exps.weight"] = (stacked, kind)
+    metadata = {
+        "qwen3moe.expert_count": 3,
+        "qwen3moe.expert_used_count": 2,
+        "qwen3moe.expert_feed_forward_length": 32,
+    }
+    path = tmp_path / "m.gguf"
+    file = load(write_gguf(path, tensors, arch="qwen3moe", metadata=metadata, packed=packed))
+    assert file.config.experts == folder.config.experts
+    up = file.params["layers_1"]["mlp"]["up_proj"]["kernel"]
+    assert up.shape == (3, 32, 32)
+    stored = {t.name: t for t in gguf.GGUFReader(path).tensors}["blk.1.ffn_up_exps.weight"]
+    expected = gguf.quants.dequantize(stored.data, stored.tensor_type)  # [X, out, in]
+    np.testing.assert_array_equal(up, expected.swapaxes(1, 2))
+    # Q8_0 keeps seven bits of the largest of 32 numbers.
+    np.testing.assert_allclose(up, folder.params["layers_1"]["mlp"]["up_proj"]["kernel"], atol=0.02)
+    router = file.params["layers_0"]["mlp"]["router"]["kernel"]
+    np.testing.assert_array_equal(router, folder.params["layers_0"]["mlp"]["router"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("arch", "layers", "expected"),
+    # 27B models divide by sqrt(H / N) = sqrt(32 / 4), the others by sqrt(D).
+    [("gemma3", 62, 8.0), ("gemma2", 46, 8.0), ("gemma3", 26, 16.0), ("gemma2", 62, 16.0)],
+)
+def test_scale_of_gemma_queries(tmp_path, arch, layers, expected):
+    metadata = {f"{arch}.block_count": layers, f"{arch}.attention.sliding_window": 64}
+    assert config_of(tmp_path, arch=arch, metadata=metadata).query_scale_dim == expected
+
+
 def test_q8_0_block_by_hand(tmp_path):
     # One block: a float16 scale and 32 signed bytes.
     path = tmp_path / "m.gguf"
@@ -329,6 +435,7 @@ def test_other_rope_freqs_are_refused_by_name(tmp_path, factors, words):
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "'longrope'"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor 1.5"),
         ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
+        ({"llama.expert_weights_scale": 2.5}, "llama.expert_weights_scale 2.5 is not supported"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window 64"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length 8"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count 8"),
@@ -349,8 +456,8 @@ def test_missing_metadata_is_named(tmp_path):
 
 
 def test_unsupported_architecture(tmp_path):
-    with pytest.raises(ValueError, match="'gemma3' is not supported; supported: llama, qwen2"):
-        load(write_gguf(tmp_path / "m.gguf", arch="gemma3"))
+    with pytest.raises(ValueError, match="'gemma' is not supported; supported: llama, qwen2"):
+        load(write_gguf(tmp_path / "m.gguf", arch="gemma"))
 
 
 def test_unknown_missing_and_extra_tensors(tmp_path):

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from weights import byte_level_bpe
+from weights import byte_level_bpe, score_merging
 from weights.tiny_files import (
     MERGES,
     tiny_vocabulary,
@@ -13,9 +13,10 @@ from weights.tiny_files import (
     write_tokenizer_json,
 )
 
+from inertiakv_jax.weights.byte_level import PRE_TOKENIZERS
 from inertiakv_jax.weights.gguf_file import open_gguf
 from inertiakv_jax.weights.load import load
-from inertiakv_jax.weights.tokenizer import PRE_TOKENIZERS, gguf_tokenizer, hf_tokenizer
+from inertiakv_jax.weights.tokenizer import gguf_tokenizer, hf_tokenizer
 
 FRAGMENTS = [
     *(" ", "  ", "    ", "\t", "\n", "\r\n", "\n\n", "\u00a0", "\u3000", "\u200b"),
@@ -153,6 +154,19 @@ def test_model_without_a_chat_template(tmp_path):
     [
         ({"tokenizer.ggml.pre": "bloom"}, "'bloom' is not supported; supported: smollm, qwen2"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.unknown_token_id is missing"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 0},
+            "scores must be a list of float",
+        ),
+        (
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.unknown_token_id": 0,
+                "tokenizer.ggml.scores": [0.0, 1.0],
+            },
+            "scores has 2 entries for 300 tokens",
+        ),
         ({"tokenizer.ggml.tokens": ["a"] * 300}, "tokens has duplicates"),
         ({"tokenizer.ggml.tokens": ["a", "b"]}, "token_type has 300 entries for 2 tokens"),
         ({"tokenizer.ggml.merges": ["Ġ t", "q z"]}, "merges has 'q z'"),
@@ -185,6 +199,112 @@ def test_bos_flag_without_a_bos_token(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", metadata=metadata, drop=["tokenizer.ggml.bos_token_id"])
     with pytest.raises(ValueError, match="add_bos_token without a bos_token_id"):
         gguf_tokenizer(open_gguf(path))
+
+
+# --- SentencePiece --------------------------------------------------------------------------------
+
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
+# Scores fall with the piece's number, as BPE learned them; "aab" can be cut in two places.
+PIECES = [
+    *("ab", "aa", "aab", "\u2581a", "\u2581ab", "the", "th", "he", "\u2581the", "\u2581t", "aaa"),
+    *(
+        "bb",
+        "abb",
+        "--",
+        "----",
+        "---",
+        "\u2581",
+        "a",
+        "b",
+        "t",
+        "h",
+        "e",
+        "-",
+        "é",
+        "\u2581\u2581",
+    ),
+]
+MATCHED = ["  ", "   ", "\n", "\n\n", "<b>"]
+
+
+def sentencepiece_tokens():
+    """Tokens, types, scores."""
+    rows = [("<pad>", CONTROL, 0.0), ("<eos>", CONTROL, 0.0), ("<bos>", CONTROL, 0.0)]
+    rows += [("<unk>", UNKNOWN, 0.0), *((token, USER, -1000.0) for token in MATCHED)]
+    rows += [(f"<0x{byte:02X}>", BYTE, 0.0) for byte in range(256)]
+    rows += [(piece, NORMAL, -float(rank)) for rank, piece in enumerate(PIECES)]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def sentencepiece(tmp_path, **metadata):
+    tokens, types, scores = sentencepiece_tokens()
+    keys = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_type": types,
+        "scores": scores,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        **metadata,
+    }
+    path = write_gguf(
+        tmp_path / "m.gguf", metadata={f"tokenizer.ggml.{key}": v for key, v in keys.items()}
+    )
+    return gguf_tokenizer(open_gguf(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        # "ab" is joined first although "aa" stands first; "a" and "ab" make the next.
+        ("aab", ["aab"]),
+        ("aabb", ["aab", "b"]),
+        ("the", ["the"]),
+        (" the", ["\u2581the"]),
+        # Runs of spaces are matched before anything is joined.
+        ("a  the", ["a", "  ", "the"]),
+        ("a     the", ["a", "   ", "  ", "the"]),
+        ("a\n\n\nb", ["a", "\n\n", "\n", "b"]),
+        ("<b>a</b>", ["<b>", "a", "<0x3C>", "<0x2F>", "b", "<0x3E>"]),
+        ("x", ["<0x78>"]),
+        ("日é", ["<0xE6>", "<0x97>", "<0xA5>", "é"]),
+        ("<eos>a", ["<eos>", "a"]),
+        ("-----", ["----", "-"]),
+        ("", []),
+    ],
+)
+def test_sentencepiece_by_hand(tmp_path, text, pieces):
+    tokenizer = sentencepiece(tmp_path, add_space_prefix=False)
+    encoded = tokenizer(text).input_ids
+    assert tokenizer.convert_ids_to_tokens(encoded) == ["<bos>", *pieces]
+    assert tokenizer.decode(encoded[1:]) == text
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_sentencepiece_against_plain_python(tmp_path, prefix):
+    tokenizer = sentencepiece(tmp_path, add_space_prefix=prefix, add_bos_token=False)
+    scores = {piece: -float(rank) for rank, piece in enumerate(PIECES)}
+    rng = random.Random(0)
+    for _ in range(500):
+        text = "".join(
+            rng.choices([*"aabbthe- \né", "  ", "aab", "<b>", "日"], k=rng.randint(1, 12))
+        )
+        expected = score_merging.encode(text, scores, MATCHED, prefix)
+        got = tokenizer(text).input_ids
+        assert tokenizer.convert_ids_to_tokens(got) == expected, repr(text)
+        if not prefix:  # one before a later stretch can't be told from a space of the text
+            assert tokenizer.decode(got) == text
+
+
+def test_prefix_is_the_default(tmp_path):
+    tokenizer = sentencepiece(tmp_path)
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("the").input_ids)
+    assert tokens == ["<bos>", "\u2581the"]
+    for text in ("the", " the", " a", "日"):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.decode(ids) == text
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -257,7 +377,9 @@ def test_code_in_a_folder_is_never_run(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     mark = tmp_path / "was-run"
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n")
-    assert load(folder).tokenizer("12").input_ids == [MERGED["12"]]
+    with pytest.warns(UserWarning, match="no effect here: auto_map"):
+        model = load(folder)
+    assert model.tokenizer("12").input_ids == [MERGED["12"]]
     assert not mark.exists()
 
 

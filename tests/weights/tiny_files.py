@@ -50,9 +50,7 @@ def tiny_vocabulary():
 def hf_tensors(config, seed=0):
     """Random float32 tensors by Hugging Face name for ``config`` (a config.json dict)."""
     rng = np.random.default_rng(seed)
-    hidden, width, vocabulary = (
-        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
     shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
@@ -65,13 +63,34 @@ def hf_tensors(config, seed=0):
             prefix + "self_attn.v_proj.weight": (keys, hidden),
             prefix + "self_attn.o_proj.weight": (hidden, queries),
             prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "mlp.gate_proj.weight": (width, hidden),
-            prefix + "mlp.up_proj.weight": (width, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, width),
         }
+        shapes |= {prefix + name: shape for name, shape in _mlp_shapes(config).items()}
+        if config["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
+            shapes[prefix + "self_attn.q_norm.weight"] = (config["head_dim"],)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config["head_dim"],)
+        if config["model_type"] in ("gemma2", "gemma3_text"):
+            shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[prefix + "post_feedforward_layernorm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocabulary, hidden)
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _mlp_shapes(config):
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    parts = [("mlp.", width)]
+    shapes = {}
+    if config["model_type"] == "qwen3_moe":
+        experts = range(config["num_experts"])
+        parts = [(f"mlp.experts.{expert}.", config["moe_intermediate_size"]) for expert in experts]
+        shapes["mlp.gate.weight"] = (len(experts), hidden)
+    for part, inner in parts:
+        shapes |= {
+            part + "gate_proj.weight": (inner, hidden),
+            part + "up_proj.weight": (inner, hidden),
+            part + "down_proj.weight": (hidden, inner),
+        }
+    return shapes
 
 
 def safetensors_bytes(tensors, dtypes=None):
@@ -144,9 +163,15 @@ def write_folder(folder, config=LLAMA, tensors=None):
     return folder
 
 
-def gguf_name(name):
+def gguf_name(name, arch="llama"):
     """GGUF's name of a Hugging Face tensor."""
+    gemma = {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
     for ours, theirs in {
+        "mlp.gate.": "ffn_gate_inp.",
         "model.layers.": "blk.",
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
@@ -157,6 +182,7 @@ def gguf_name(name):
         "self_attn.": "attn_",
         "mlp.": "ffn_",
         "_proj": "",
+        **(gemma if arch.startswith("gemma") else {}),
     }.items():
         name = name.replace(ours, theirs)
     return name
@@ -204,11 +230,13 @@ def write_gguf(path, tensors=None, *, metadata=None, arch="llama", drop=(), raw=
         if key not in drop:
             _add(writer, key, value)
     for name, array in (hf_tensors(config) if tensors is None else tensors).items():
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
         if arch == "llama" and ".q_proj." in name:
             array = interleaved(array, config["num_attention_heads"])
         if arch == "llama" and ".k_proj." in name:
             array = interleaved(array, config["num_key_value_heads"])
-        writer.add_tensor(gguf_name(name), array)
+        writer.add_tensor(gguf_name(name, arch), array)
     for name, array in (raw or {}).items():
         writer.add_tensor(name, array)
     for name, (array, kind) in (packed or {}).items():
