@@ -150,7 +150,8 @@ def draw(title: str, right: dict[str, list[bool]]) -> bytes:
     axes.set_xticks(range(len(DECAYS)), [f"{decay:g}" for decay in DECAYS])
     axes.set_xlabel("decay: what a step leaves of the utilities")
     answered = right["full"]
-    axes.set_title(f"{title} (full cache: {100 * sum(answered) / len(answered):.0f})", fontsize=10)
+    full = f"full cache: {100 * sum(answered) / len(answered):.0f}"
+    figure.suptitle(f"{title} ({full})", fontsize=10)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     plt.close(figure)
