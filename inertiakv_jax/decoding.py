@@ -21,7 +21,7 @@ from inertiakv_jax.decode_step import (
 from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.sharding import check_mesh
-from inertiakv_jax.state import KVState
+from inertiakv_jax.state import KVState, ranking_shape
 from inertiakv_jax.typing import Model, Params
 
 NO_TOKEN = -1
@@ -207,6 +207,12 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if first_token.shape != (batch,):
         raise ValueError(f"first_token must have shape ({batch},), got {first_token.shape}")
+    lead = ranking_shape(model, batch, policy.retention)
+    if state.valid.shape[:-1] != lead:
+        raise ValueError(
+            f"policy {policy.name!r} has {policy.retention} rankings {lead}, but the state was "
+            f"prefilled for others, {state.valid.shape[:-1]}"
+        )
     if state.kept_slots is not None and not policy.evicts:
         raise ValueError(
             f"policy {policy.name!r} evicts nothing, but the state was prefilled for one that does"

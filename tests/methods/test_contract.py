@@ -131,6 +131,34 @@ def test_step_keeps_the_type(name, dtype, folder):
     assert types(shapes) == types(state)
 
 
+def test_a_budget_that_grows_with_the_text():
+    """A fifth of all tokens seen: of 40, 53 and 30 and of those that follow."""
+    policy = policies.inertiakv(0.8, ratio_of="seen")
+    states, _ = run(policy, prompts(LENGTHS), None, "float32")
+    held = [state.num_held.tolist() for state in states[1:]]
+    assert held == [[8, 10, 6], [8, 11, 6], [8, 11, 6], [8, 11, 6], [9, 11, 7]]
+    with pytest.raises(ValueError, match="grows with the text, so prefill needs max_new_tokens="):
+        prefill(DecoderModel(SMALL), params("float32"), *padded(prompts(LENGTHS)), policy)
+    small, token = dataclasses.replace(states[0], kept_slots=16), jnp.zeros((3,), jnp.int32)
+    with pytest.raises(ValueError, match=r"after 201 steps the budget needs 51 slots, .* has 16"):
+        decode(DecoderModel(SMALL), params("float32"), small, token, steps=201, policy=policy)
+
+
+def test_a_state_of_other_rankings_is_refused():
+    states, _ = run(policies.inertiakv(0.8), prompts(LENGTHS), None, "float32")
+    message = r"'tova' has per_layer rankings \(2, 3\), but the state was prefilled for .*\(3,\)"
+    for state in states[:2]:
+        with pytest.raises(ValueError, match=message):
+            decode(
+                DecoderModel(SMALL),
+                params("float32"),
+                state,
+                jnp.zeros((3,), jnp.int32),
+                steps=1,
+                policy=policies.tova(0.8),
+            )
+
+
 def test_one_layer_with_one_head_is_ranked_alike_by_all_retentions():
     """With nothing to share a ranking with, the three are one and the same."""
     config = dataclasses.replace(SMALL, num_layers=1, num_kv_heads=1)
