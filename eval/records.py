@@ -155,10 +155,15 @@ def _create(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(temporary, path)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without links: the last of several writers wins
+            os.replace(temporary, path)
     finally:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def _lock(handle: int, path: Path) -> None:
@@ -168,8 +173,10 @@ def _lock(handle: int, path: Path) -> None:
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise ValueError(f"another process is writing {path}") from error
+    except OSError:  # a file system without locks: likewise
+        return
 
 
 def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], at: str = "") -> list[str]:

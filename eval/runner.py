@@ -19,6 +19,7 @@ from inertiakv_jax.eval.sources import Sources
 from inertiakv_jax.eval.tasks.catalogue import tasks_named
 from inertiakv_jax.eval.tasks.task import Example, Request, Task
 from inertiakv_jax.language_model import LanguageModel
+from inertiakv_jax.policy import Policy
 
 _MOST_MAPPINGS = 40_000
 """Memory mappings of compiled programs before they are forgotten; Linux lets a process have
@@ -178,7 +179,7 @@ def _run_batch(
             second = tuple(map(batch.task.follow_up, batch.examples, thoughts))
             (final,) = _answered(second, prompting, [policy])
         yield [
-            _record(batch.task, example, variant, policy.evicts, answers, final.texts[row], row)
+            _record(batch.task, example, variant, policy, answers, final.texts[row], row)
             | ({} if thoughts is None else {"thoughts": thoughts[row]})
             for row, example in enumerate(batch.examples)
             if (example.key, variant.label) not in done
@@ -204,12 +205,13 @@ def _record(
     task: Task,
     example: Example,
     variant: Variant,
-    should_evict: bool,
+    policy: Policy,
     answers: Answers,
     prediction: str,
     row: int,
 ) -> dict[str, Any]:
     kept, evicted = answers.kept_tokens[row], answers.evicted[row]
+    should_evict = policy.evicts or policy.prefill is not None
     new_tokens = answers.new_tokens[row]
     if should_evict and "ratio" in variant.options and evicted == 0 and new_tokens > 1:
         raise ValueError(

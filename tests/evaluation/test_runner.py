@@ -221,3 +221,21 @@ def test_answer_ends_at_a_text_and_at_a_token(lm):
     cut = dataclasses.replace(request, stop=(text[4:6],))
     (stopped,) = continuation.answers(lm, [list(range(20, 80))], [ikv.policies.full()], cut)
     assert stopped.texts[0] == text[: text.index(text[4:6])]
+
+
+@pytest.mark.shared
+def test_real_rows_of_all_of_longbench_run_to_the_end(lm, shared_dir, tmp_path):
+    needs("jieba")
+    wanted = settings(
+        shared_dir / "data",
+        tasks=("longbench",),
+        policies=("full", "lazy4"),
+        samples=1,
+        max_prompt_tokens=200,
+    )
+    runner.run(wanted, lm, tmp_path)
+    found = timeless(tmp_path)
+    assert len(found) == 42
+    for record in found:
+        assert 0.0 <= next(iter(record["scores"].values())) <= 1.0
+        assert record["prompt_tokens"] <= 200 + 60  # text cut by tokens may have more letters
