@@ -30,6 +30,8 @@ class DecoderModel:
     Attributes:
       config: sizes and constants.
       dtype: of parameters, activations, keys and values: "float32" or "bfloat16".
+      quantization: "int8": the projections of every layer have int8 weights with one scale per
+        output; None: they are of ``dtype`` like the rest.
 
     Example:
       >>> config = ModelConfig("llama", vocab_size=32, hidden_size=16, intermediate_size=24,
@@ -41,6 +43,13 @@ class DecoderModel:
 
     config: ModelConfig
     dtype: str = "float32"
+    quantization: str | None = None
+
+    def __post_init__(self):
+        if self.quantization not in (None, "int8"):
+            raise ValueError(
+                f"quantization {self.quantization!r} is not supported; supported: None, 'int8'"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -75,7 +84,7 @@ class DecoderModel:
     @property
     def module(self) -> "Decoder":
         """The Flax module."""
-        return Decoder(self.config, jnp.dtype(self.dtype))
+        return Decoder(self.config, jnp.dtype(self.dtype), self.quantization == "int8")
 
     def hidden(
         self, params: Params, tokens: Array, positions: Array, cache: CacheT
@@ -101,12 +110,13 @@ class Decoder(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    int8: bool = False
 
     def setup(self):
         """Declare the parts; their names are the parameter paths."""
         config, dtype = self.config, self.dtype
         self.embed = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype)
-        self.layers = [Block(config, dtype, layer) for layer in range(config.num_layers)]
+        self.layers = [Block(config, dtype, self.int8, i) for i in range(config.num_layers)]
         self.final_norm = _norm(config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.vocab_size, dtype, bias=False)
@@ -146,6 +156,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    int8: bool
     layer: int
 
     @nn.compact
@@ -153,11 +164,11 @@ class Block(nn.Module):
         """Map [B, C, H] to [B, C, H], and the cache to the next."""
         config, dtype = self.config, self.dtype
         norm = partial(_norm, config, dtype)
-        attention = Attention(config, dtype, self.layer, name="attention")
+        attention = Attention(config, dtype, self.int8, self.layer, name="attention")
         if config.experts is not None and config.has_experts(self.layer):
-            mlp = ExpertsMLP(config, config.experts, dtype, name="mlp")
+            mlp = ExpertsMLP(config, config.experts, dtype, self.int8, name="mlp")
         else:
-            mlp = GatedMLP(config, dtype, name="mlp")
+            mlp = GatedMLP(config, dtype, self.int8, name="mlp")
         attended, cache = attention(norm(name="input_norm")(hidden), rotation, cache)
         if config.post_norms:
             hidden = hidden + norm(name="post_attention_norm")(attended)
@@ -173,6 +184,7 @@ class Attention(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    int8: bool
     layer: int
 
     @nn.compact
@@ -195,14 +207,17 @@ class Attention(nn.Module):
             soft_cap=config.attention_soft_cap,
         )
         output = output.reshape(*hidden.shape[:-1], config.num_heads * config.head_dim)
-        bias = config.attention_out_bias
-        return linear(config.hidden_size, self.dtype, bias=bias, name="o_proj")(output), cache
+        back = self._linear(config.hidden_size, bias=config.attention_out_bias, name="o_proj")
+        return back(output), cache
 
     def _heads(self, hidden: Array, heads: int, name: str) -> Array:
         """Project [B, C, H] to [B, C, heads, D]."""
-        bias, width = self.config.attention_bias, heads * self.config.head_dim
-        projected = linear(width, self.dtype, bias=bias, name=name)(hidden)
+        width = heads * self.config.head_dim
+        projected = self._linear(width, bias=self.config.attention_bias, name=name)(hidden)
         return projected.reshape(*hidden.shape[:-1], heads, self.config.head_dim)
+
+    def _linear(self, features: int, *, bias: bool, name: str) -> nn.Module:
+        return linear(features, self.dtype, bias=bias, int8=self.int8, name=name)
 
 
 class GatedMLP(nn.Module):
@@ -210,12 +225,13 @@ class GatedMLP(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    int8: bool
 
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
         """Map [..., H] to [..., H]."""
         config = self.config
-        project = partial(linear, dtype=self.dtype, bias=config.mlp_bias)
+        project = partial(linear, dtype=self.dtype, bias=config.mlp_bias, int8=self.int8)
         gate = project(config.intermediate_size, name="gate_proj")(hidden)
         up = project(config.intermediate_size, name="up_proj")(hidden)
         activated = ACTIVATIONS[config.activation](gate)

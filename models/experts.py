@@ -1,6 +1,7 @@
 """A mixture of experts in place of the MLP: each token goes to the few its router likes best."""
 
 from functools import partial
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -8,9 +9,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from inertiakv_jax.config import ExpertsConfig, ModelConfig
-from inertiakv_jax.models.layers import ACTIVATIONS, linear
+from inertiakv_jax.models.layers import ACTIVATIONS, int8_kernel, linear
 
 TILE_ROWS = 16  # rows that an expert is multiplied with at a time where many are routed to it
+
+
+class Kernels(NamedTuple):
+    """One linear map per expert; int8 numbers have a scale."""
+
+    values: Array  # [X, in, out]
+    scales: Array | None  # [X, out] float32
 
 
 class ExpertsMLP(nn.Module):
@@ -23,6 +31,7 @@ class ExpertsMLP(nn.Module):
     config: ModelConfig
     experts: ExpertsConfig
     dtype: jnp.dtype
+    int8: bool = False
 
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
@@ -46,9 +55,9 @@ class ExpertsMLP(nn.Module):
         mixed = jnp.sum(outputs.astype(jnp.float32) * weights[..., None], axis=-2)
         return mixed.astype(self.dtype).reshape(hidden.shape)
 
-    def _kernels(self, name: str, inputs: int, features: int) -> Array:
-        """One linear map per expert, stacked: [X, in, out]."""
-        return ExpertKernels((self.experts.num_experts, inputs, features), self.dtype, name=name)()
+    def _kernels(self, name: str, inputs: int, features: int) -> Kernels:
+        shape = self.experts.num_experts, inputs, features
+        return ExpertKernels(shape, self.dtype, self.int8, name=name)()
 
 
 class ExpertKernels(nn.Module):
@@ -56,12 +65,15 @@ class ExpertKernels(nn.Module):
 
     shape: tuple[int, int, int]
     dtype: jnp.dtype
+    int8: bool
 
     @nn.compact
-    def __call__(self) -> Array:
-        """[X, in, out]."""
+    def __call__(self) -> Kernels:
+        """Declare them."""
+        if self.int8:
+            return Kernels(*int8_kernel(self, self.shape))
         initial = nn.initializers.lecun_normal(batch_axis=(0,))
-        return self.param("kernel", initial, self.shape, self.dtype)
+        return Kernels(self.param("kernel", initial, self.shape, self.dtype), None)
 
 
 def route(logits: Array, experts: ExpertsConfig) -> tuple[Array, Array]:
@@ -82,7 +94,7 @@ def route(logits: Array, experts: ExpertsConfig) -> tuple[Array, Array]:
 
 
 def grouped_mlp(
-    rows: Array, sizes: Array, gate: Array, up: Array, down: Array, activation: str
+    rows: Array, sizes: Array, gate: Kernels, up: Kernels, down: Kernels, activation: str
 ) -> Array:
     """down(activation(gate(x)) * up(x)) of consecutive groups of rows, each with its own weights.
 
@@ -92,9 +104,9 @@ def grouped_mlp(
     Args:
       rows: [R, in].
       sizes: [X] int32, rows of each group; sums to R.
-      gate: [X, in, width].
-      up: [X, in, width].
-      down: [X, width, out].
+      gate: in to width.
+      up: in to width.
+      down: width to out.
       activation: "silu" or "gelu_tanh".
 
     Returns:
@@ -108,14 +120,24 @@ def grouped_mlp(
 
 
 def _grouped_mlp_by_ragged_dot(
-    rows: Array, sizes: Array, gate: Array, up: Array, down: Array, *, activation: str
+    rows: Array, sizes: Array, gate: Kernels, up: Kernels, down: Kernels, *, activation: str
 ) -> Array:
-    activated = ACTIVATIONS[activation](jax.lax.ragged_dot(rows, gate, sizes))
-    return jax.lax.ragged_dot(activated * jax.lax.ragged_dot(rows, up, sizes), down, sizes)
+    group = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
+
+    def project(rows: Array, kernels: Kernels) -> Array:
+        values, scales = kernels
+        if scales is None:
+            return jax.lax.ragged_dot(rows, values, sizes)
+        product = jax.lax.ragged_dot(
+            rows, values.astype(rows.dtype), sizes, preferred_element_type=jnp.float32
+        )
+        return (product * scales[group]).astype(rows.dtype)
+
+    return project(ACTIVATIONS[activation](project(rows, gate)) * project(rows, up), down)
 
 
 def _grouped_mlp_by_tiles(
-    rows: Array, sizes: Array, gate: Array, up: Array, down: Array, *, activation: str
+    rows: Array, sizes: Array, gate: Kernels, up: Kernels, down: Kernels, *, activation: str
 ) -> Array:
     """A tile of rows at a time, the group of its first row deciding the weights.
 
@@ -132,8 +154,18 @@ def _grouped_mlp_by_tiles(
         first_tile = (tile_ends - tiles)[group]
         start = (ends - sizes)[group] + (index - first_tile) * tile
         part = jax.lax.dynamic_slice_in_dim(padded, start, tile)
-        activated = ACTIVATIONS[activation](part @ gate[group]) * (part @ up[group])
-        return jax.lax.dynamic_update_slice_in_dim(result, activated @ down[group], start, axis=0)
+        project = partial(_project, group=group)
+        mapped = project(ACTIVATIONS[activation](project(part, gate)) * project(part, up), down)
+        return jax.lax.dynamic_update_slice_in_dim(result, mapped, start, axis=0)
 
-    result = jnp.zeros((num_rows + tile, down.shape[-1]), rows.dtype)
+    result = jnp.zeros((num_rows + tile, down.values.shape[-1]), rows.dtype)
     return jax.lax.fori_loop(0, tile_ends[-1], map_tile, result)[:num_rows]
+
+
+def _project(rows: Array, kernels: Kernels, *, group: Array) -> Array:
+    """Multiply all rows with the weights of one group."""
+    values, scales = kernels
+    if scales is None:
+        return rows @ values[group]
+    product = jnp.matmul(rows, values[group].astype(rows.dtype), preferred_element_type=jnp.float32)
+    return (product * scales[group][None]).astype(rows.dtype)

@@ -47,6 +47,14 @@ class Tensor:
     transpose: bool
     expert: int | None = None
 
+    @property
+    def is_projection(self) -> bool:
+        """Whether it is the matrix of a projection: what int8 quantisation is for.
+
+        The embedding, the head and the router are not: they are few, and decide tokens and experts.
+        """
+        return self.path[-1] == "kernel" and self.path[-2].endswith("_proj")
+
 
 def _has_experts(config: ModelConfig, layer: int) -> bool:
     return config.has_experts(layer)

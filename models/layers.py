@@ -19,9 +19,58 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
-def linear(features: int, dtype: DTypeLike, *, bias: bool, name: str | None = None) -> nn.Module:
-    """A linear map to ``features`` numbers whose parameters have the activations' dtype."""
+def linear(
+    features: int, dtype: DTypeLike, *, bias: bool, int8: bool = False, name: str | None = None
+) -> nn.Module:
+    """A linear map to ``features`` numbers; ``int8``: with weights of that kind."""
+    if int8:
+        return Int8Linear(features, jnp.dtype(dtype), bias, name=name)
     return nn.Dense(features, use_bias=bias, dtype=dtype, param_dtype=dtype, name=name)
+
+
+class Int8Linear(nn.Module):
+    """A linear map whose weights are int8 numbers times one float32 scale per output.
+
+    The product is summed up in float32 and scaled at the end, so no float copy of the weights need
+    be made where the hardware multiplies mixed types. (ours: per-channel weight-only quantisation
+    as in qwix, whose interception of jax functions is more machinery than these lines.)
+    """
+
+    features: int
+    dtype: jnp.dtype
+    use_bias: bool
+
+    @nn.compact
+    def __call__(self, hidden: Array) -> Array:
+        """Map [..., in] to [..., out] in the module's dtype."""
+        shape = hidden.shape[-1], self.features
+        kernel, scale = int8_kernel(self, shape)
+        product = jnp.matmul(
+            hidden, kernel.astype(self.dtype), preferred_element_type=jnp.float32
+        ) * scale.reshape((1,) * (hidden.ndim - 1) + scale.shape)
+        product = product.astype(self.dtype)
+        if not self.use_bias:
+            return product
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
+        return product + bias.reshape((1,) * (hidden.ndim - 1) + bias.shape)
+
+
+def int8_kernel(module: nn.Module, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Declare int8 weights [..., in, out] and their scales [..., out] float32.
+
+    Initial values are spread as those of a float layer, by 1 / sqrt(in).
+    """
+
+    def random(key: Array, shape: tuple[int, ...]) -> Array:
+        return jax.random.randint(key, shape, -127, 128, jnp.int8)
+
+    def constant(key: Array, shape: tuple[int, ...]) -> Array:
+        del key
+        return jnp.full(shape, (3.0 / inputs) ** 0.5 / 127.0, jnp.float32)
+
+    inputs = shape[-2]
+    kernel = module.param("kernel", random, shape)
+    return kernel, module.param("scale", constant, (*shape[:-2], shape[-1]))
 
 
 class RMSNorm(nn.Module):

@@ -8,16 +8,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
+from inertiakv_jax import checkpoint
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.models.partitioning import param_shardings
+from inertiakv_jax.typing import Params
 from inertiakv_jax.weights import hub
 from inertiakv_jax.weights.catalogue import CATALOGUE, CatalogueEntry
 from inertiakv_jax.weights.gguf_config import gguf_config
 from inertiakv_jax.weights.gguf_file import open_gguf
 from inertiakv_jax.weights.gguf_model import gguf_source
 from inertiakv_jax.weights.hf_config import config_from_hf
-from inertiakv_jax.weights.params import checked_dtype, load_params
+from inertiakv_jax.weights.params import checked_dtype, checked_quantization, load_params
 from inertiakv_jax.weights.safetensors_files import open_safetensors, read_json
 from inertiakv_jax.weights.tensor_source import TensorSource
 from inertiakv_jax.weights.tokenizer import end_token_ids, gguf_tokenizer, hf_tokenizer
@@ -27,7 +32,12 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load(
-    name_or_path: str | os.PathLike[str], *, dtype: str = "float32", revision: str | None = None
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
 ) -> LanguageModel:
     """Load a language model with its tokenizer.
 
@@ -35,13 +45,19 @@ def load(
         name_or_path: one of
             a catalogue name ("smollm2-135m"), downloaded once and cached;
             a folder with config.json, a tokenizer and ``*.safetensors``;
+            a folder that ``inertiakv convert`` or ``checkpoint.save`` wrote;
             the path of a ``.gguf`` file;
             a hub id ("organisation/name").
         dtype: "float32" or "bfloat16", of the parameters and of the computation.
+        quantize: "int8" stores the matrices of attention and MLPs as int8 with one scale per
+            output; None as ``dtype``.
+        mesh: devices over which the parameters are split (``models.partitioning``); None is the
+            default device.
         revision: branch, tag or commit of a hub id.
 
     Returns:
-        The model, its parameters on the default device.
+        The model with its parameters. They are read tensor by tensor straight into their dtype and
+        onto their devices.
 
     Raises:
         ValueError: nothing of that name, a model that is not supported, or a file that is
@@ -49,6 +65,8 @@ def load(
         ConnectionError: the weights are not cached and cannot be downloaded.
     """
     checked_dtype(dtype)
+    checked_quantization(quantize)
+    how = _How(dtype, quantize, mesh)
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     is_hub_id = not path.exists() and name not in CATALOGUE and HUB_ID.fullmatch(name) is not None
@@ -59,9 +77,9 @@ def load(
     elif is_hub_id and path.suffix != ".gguf":
         path = hub.download(name, revision)
     if path.is_dir():
-        return _load_folder(path, name, dtype)
+        return _load_folder(path, name, how)
     if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path, name, dtype)
+        return _load_gguf(path, name, how)
     what = "is not a .gguf file" if path.is_file() else "does not exist"
     raise ValueError(
         f"{name!r} {what}; expected a catalogue name ({', '.join(CATALOGUE)}), a hub id "
@@ -91,7 +109,22 @@ def _catalogue_path(name: str, entry: CatalogueEntry) -> Path:
         ) from wheel_error
 
 
-def _load_folder(folder: Path, name: str, dtype: str) -> LanguageModel:
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """What the caller wants of the parameters."""
+
+    dtype: str
+    quantize: str | None
+    mesh: Mesh | None
+
+    def model(self, config: ModelConfig) -> DecoderModel:
+        return DecoderModel(config, self.dtype, self.quantize)
+
+    def shardings(self, model: DecoderModel) -> Params | None:
+        return None if self.mesh is None else param_shardings(model, self.mesh)
+
+
+def _load_folder(folder: Path, name: str, how: _How) -> LanguageModel:
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{folder} has no config.json: not a model folder")
@@ -101,27 +134,41 @@ def _load_folder(folder: Path, name: str, dtype: str) -> LanguageModel:
         config = config_from_hf(read_json(config_path), generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    source, tokenizer = open_safetensors(folder), hf_tokenizer(folder, config.family)
-    return _assemble(source, config, tokenizer, name, dtype)
+    tokenizer = hf_tokenizer(folder, config.family)
+    if checkpoint.is_checkpoint(folder):
+        how = dataclasses.replace(
+            how, quantize=checkpoint.stored_quantization(folder, how.quantize)
+        )
+        model = how.model(config)
+        params = checkpoint.restore_params(folder, model, how.shardings(model))
+        return _language_model(model, params, tokenizer, name)
+    return _assemble(open_safetensors(folder), how.model(config), how, tokenizer, name)
 
 
-def _load_gguf(path: Path, name: str, dtype: str) -> LanguageModel:
+def _load_gguf(path: Path, name: str, how: _How) -> LanguageModel:
     file = open_gguf(path)
     config = gguf_config(file)
     source, tokenizer = gguf_source(file, config), gguf_tokenizer(file)
     ends = dict.fromkeys((*config.eos_token_ids, *end_token_ids(file)))
     config = dataclasses.replace(config, eos_token_ids=tuple(ends))
-    return _assemble(source, config, tokenizer, name, dtype)
+    return _assemble(source, how.model(config), how, tokenizer, name)
 
 
 def _assemble(
-    source: TensorSource, config: ModelConfig, tokenizer: Any, name: str, dtype: str
+    source: TensorSource, model: DecoderModel, how: _How, tokenizer: Any, name: str
+) -> LanguageModel:
+    params = load_params(source, model, how.shardings(model))
+    return _language_model(model, params, tokenizer, name)
+
+
+def _language_model(
+    model: DecoderModel, params: Params, tokenizer: Any, name: str
 ) -> LanguageModel:
     return LanguageModel(
-        model=DecoderModel(config, dtype),
-        params=load_params(source, config, dtype),
+        model=model,
+        params=params,
         tokenizer=tokenizer,
-        config=config,
-        eos_token_ids=config.eos_token_ids,
+        config=model.config,
+        eos_token_ids=model.config.eos_token_ids,
         name=name,
     )

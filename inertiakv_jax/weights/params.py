@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.models.hf_names import Tensor, expected_tensors, is_harmless_extra
+from inertiakv_jax.typing import Params
 from inertiakv_jax.weights.tensor_source import TensorSource
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -31,10 +33,17 @@ def checked_dtype(dtype: str) -> np.dtype:
     return DTYPES[dtype]
 
 
+def checked_quantization(quantize: str | None) -> str | None:
+    """None or "int8"; ValueError otherwise."""
+    if quantize not in (None, "int8"):
+        raise ValueError(f"quantize {quantize!r} is not supported; supported: None, 'int8'")
+    return quantize
+
+
 def load_params(
-    source: TensorSource, config: ModelConfig, dtype: str, shardings: Any = None
+    source: TensorSource, model: DecoderModel, shardings: Params | None = None
 ) -> dict[str, Any]:
-    """Build the parameters of ``models.decoder.DecoderModel`` from a checkpoint.
+    """Build the parameters of a decoder from a checkpoint.
 
     Each parameter is read block by block into one buffer of its final dtype and layout, which then
     becomes (CPU) or is copied to (accelerator) a device array. Beyond the result, the host holds
@@ -42,8 +51,7 @@ def load_params(
 
     Args:
         source: an opened checkpoint.
-        config: the decoder's sizes.
-        dtype: "float32" or "bfloat16".
+        model: says the sizes, the dtype and whether projections become int8.
         shardings: a pytree of ``jax.sharding.Sharding`` of the parameters' structure; None puts
             them on the default device. Each process fills the shards of its own devices.
 
@@ -51,31 +59,28 @@ def load_params(
         Nested dict of arrays.
 
     Raises:
-        ValueError: tensors missing, unknown or of another shape than ``config`` asks for; raised
-            before any of them is read.
+        ValueError: tensors missing, unknown or of another shape than the config asks for (raised
+            before any of them is read), or a weight that int8 cannot hold.
     """
-    numpy_dtype = checked_dtype(dtype)
+    dtype, int8 = DTYPES[model.dtype], model.quantization == "int8"
     params: dict[str, Any] = {}
-    for path, group in _by_path(checked_tensors(source, config)):
-        host = read_parameter(source, group, numpy_dtype)
-        sharding = None if shardings is None else _at(shardings, path)
-        parent = params
-        for part in path[:-1]:
-            parent = parent.setdefault(part, {})
-        # Waits, lest the next buffers pile up behind a slow copy to the device.
-        parent[path[-1]] = jax.block_until_ready(_placed(host, sharding))
-    return params
-
-
-def _by_path(tensors: list[Tensor]) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
+    tensors = checked_tensors(source, model.config)
     for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-        yield path, list(group)
-
-
-def _at(tree: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        tree = tree[part]
-    return tree
+        *parents, name = path
+        parent, sharding = params, shardings
+        for part in parents:
+            parent = parent.setdefault(part, {})
+            sharding = sharding and sharding[part]
+        group = list(group)
+        if int8 and group[0].is_projection:
+            leaves = read_int8(source, group)
+        else:
+            leaves = {name: read_parameter(source, group, dtype)}
+        for name, leaf in leaves.items():
+            # Waits, lest the next buffers pile up behind a slow copy to the device.
+            placed = _placed(leaf, sharding and sharding[name])
+            parent[name] = jax.block_until_ready(placed)
+    return params
 
 
 def _placed(host: np.ndarray, sharding: Sharding | None) -> jax.Array:
@@ -118,31 +123,66 @@ def _listed(names: list[str]) -> str:
 
 def read_parameter(source: TensorSource, tensors: list[Tensor], dtype: np.dtype) -> np.ndarray:
     """Read the tensors of one parameter into a new host array of its final dtype and layout."""
-    first = tensors[0]
-    shape = first.shape[::-1] if first.transpose else first.shape
-    if first.expert is None:
-        result = aligned_empty(shape, dtype)
-        _read_into(result, source, first)
-        return result
-    result = aligned_empty((len(tensors), *shape), dtype)
-    for tensor in tensors:
-        _read_into(result[tensor.expert], source, tensor)
+    result = aligned_empty(_shape(tensors), dtype)
+    for tensor, part in zip(tensors, _parts(result, tensors), strict=True):
+        for rows, values in source.blocks(tensor.name):
+            _write(part, rows, values.astype(dtype, copy=False), tensor.transpose)
     return result
 
 
-def _read_into(result: np.ndarray, source: TensorSource, tensor: Tensor) -> None:
+def read_int8(source: TensorSource, tensors: list[Tensor]) -> dict[str, np.ndarray]:
+    """Read a projection as int8 numbers times one float32 scale per output.
+
+    An output's scale is its largest weight over 127; the error of a weight is half a scale at most.
+
+    Returns:
+        "kernel" [..., in, out] int8 and "scale" [..., out] float32.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    shape = _shape(tensors)
+    kernel = aligned_empty(shape, np.dtype(np.int8))
+    scale = aligned_empty((*shape[:-2], shape[-1]), np.dtype(np.float32))
+    parts = zip(tensors, _parts(kernel, tensors), _parts(scale, tensors), strict=True)
+    for tensor, kernel_part, scale_part in parts:
+        for rows, values in source.blocks(tensor.name):  # a block has whole rows: whole outputs
+            values = values.astype(np.float32, copy=False)
+            peak = np.abs(values).max(axis=1)
+            if not np.isfinite(peak).all():
+                raise ValueError(
+                    f"{source.file_of(tensor.name)}: tensor {tensor.name!r} has weights that are "
+                    "not finite; int8 cannot hold them"
+                )
+            step = np.where(peak > 0.0, peak / np.float32(127.0), np.float32(1.0))
+            scale_part[rows] = step
+            _write(kernel_part, rows, np.rint(values / step[:, None]).astype(np.int8), True)
+    return {"kernel": kernel, "scale": scale}
+
+
+def _shape(tensors: list[Tensor]) -> tuple[int, ...]:
+    first = tensors[0]
+    shape = first.shape[::-1] if first.transpose else first.shape
+    return shape if first.expert is None else (len(tensors), *shape)
+
+
+def _parts(result: np.ndarray, tensors: list[Tensor]) -> Iterable[np.ndarray]:
+    """Where each of a parameter's tensors goes."""
+    return [result] if tensors[0].expert is None else result
+
+
+def _write(
+    result: np.ndarray, rows: slice | np.ndarray, block: np.ndarray, transpose: bool
+) -> None:
     # Strided writes of bfloat16 are slow in NumPy; integers of its size copy the same bits.
-    dtype = result.dtype
-    bits = result.view(np.uint16) if dtype.itemsize == 2 else result
-    for rows, values in source.blocks(tensor.name):
-        block = values.astype(dtype, copy=False)
-        block = block.view(np.uint16) if dtype.itemsize == 2 else block
-        if not tensor.transpose:
-            bits[rows] = block
-            continue
-        for start in range(0, len(block), TRANSPOSE_ROWS):
-            part = slice(start, start + TRANSPOSE_ROWS)
-            bits[:, _part_of(rows, part, len(block))] = block[part].T
+    if result.dtype.itemsize == 2:
+        result, block = result.view(np.uint16), block.view(np.uint16)
+    if not transpose:
+        result[rows] = block
+        return
+    for start in range(0, len(block), TRANSPOSE_ROWS):
+        part = slice(start, start + TRANSPOSE_ROWS)
+        result[:, _part_of(rows, part, len(block))] = block[part].T
 
 
 def _part_of(rows: slice | np.ndarray, part: slice, length: int) -> slice | np.ndarray:

@@ -9,12 +9,11 @@ import pytest
 
 from inertiakv_jax.config import ExpertsConfig, ModelConfig
 from inertiakv_jax.models import experts
-from inertiakv_jax.models.experts import ExpertsMLP, grouped_mlp, route
+from inertiakv_jax.models.experts import ExpertsMLP, Kernels, route
 
 EXPERTS = ExpertsConfig(num_experts=4, num_per_token=2, intermediate_size=24)
 CONFIG = ModelConfig("qwen3_moe", 97, 32, 48, 1, 4, 2, 8, experts=EXPERTS)
 WAYS = {
-    "the platform's": grouped_mlp,
     "tiles": experts._grouped_mlp_by_tiles,
     "ragged_dot": experts._grouped_mlp_by_ragged_dot,
 }
@@ -44,12 +43,10 @@ def mlp(x, gate, up, down):
 @pytest.mark.parametrize(
     "sizes",
     [
-        [0, 0, 5, 0, 0, 0, 0],  # fewer rows than groups: one at a time
-        [1, 1, 0, 1, 1, 0, 0],
+        [1, 3, 0, 1, 1, 0, 0],  # fewer rows than groups: one at a time
         [0, 17, 1, 31, 0, 40, 3],  # tiles that reach into one or several groups
         [16, 16, 0, 32, 16, 16, 16],  # whole tiles
-        [0, 0, 0, 0, 0, 0, 33],
-        [33, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 33, 0, 0, 0],
     ],
     ids=str,
 )
@@ -61,10 +58,39 @@ def test_each_group_of_rows_has_its_weights(way, sizes):
     expected = np.stack(
         [mlp(row, *(k[g] for k in kernels.values())) for row, g in zip(rows, group, strict=True)]
     )
-    arrays = [jnp.asarray(x, jnp.float32) for x in (rows, *kernels.values())]
-    sizes = jnp.asarray(sizes, jnp.int32)
+    stacked = [Kernels(jnp.asarray(kernel, jnp.float32), None) for kernel in kernels.values()]
     run = jax.jit(WAYS[way], static_argnames="activation")
-    got = run(arrays[0], sizes, *arrays[1:], activation="silu")
+    arrays = jnp.asarray(rows, jnp.float32), jnp.asarray(sizes, jnp.int32)
+    got = run(*arrays, *stacked, activation="silu")
+    np.testing.assert_allclose(got, expected, atol=1e-5)  # observed 1e-6
+
+
+@pytest.mark.parametrize("way", ["tiles", "ragged_dot"])
+def test_int8_kernels_are_scaled_by_output(way):
+    sizes = [0, 17, 1, 31, 0, 40, 3]
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(sum(sizes), 32))
+    numbers = {
+        name: (
+            rng.integers(-127, 128, size=kernel.shape),
+            rng.uniform(1, 2, size=(len(sizes), kernel.shape[2])) / 127 / kernel.shape[1] ** 0.5,
+        )
+        for name, kernel in random_kernels(rng, len(sizes)).items()
+    }
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    expected = np.stack(
+        [
+            mlp(row, *(values[g] * scale[g] for values, scale in numbers.values()))
+            for row, g in zip(rows, group, strict=True)
+        ]
+    )
+    stacked = [
+        Kernels(jnp.asarray(values, jnp.int8), jnp.asarray(scale, jnp.float32))
+        for values, scale in numbers.values()
+    ]
+    run = jax.jit(WAYS[way], static_argnames="activation")
+    arrays = jnp.asarray(rows, jnp.float32), jnp.asarray(sizes, jnp.int32)
+    got = run(*arrays, *stacked, activation="silu")
     np.testing.assert_allclose(got, expected, atol=1e-5)  # observed 1e-6
 
 

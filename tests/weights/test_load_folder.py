@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from weights.tiny_files import LLAMA, hf_tensors, safetensors_bytes, write_folder
 
+from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.load import load
 from inertiakv_jax.weights.params import aligned_empty, load_params
@@ -194,7 +195,7 @@ def test_peak_host_memory_is_the_result_and_about_one_tensor(tmp_path, dtype):
     del tensors
     tracemalloc.start()
     try:
-        params = load_params(source, parsed, dtype)
+        params = load_params(source, DecoderModel(parsed, dtype))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
