@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Metric = Callable[[str, str], float]
 """Prediction and one reference to a score in [0, 1]."""
@@ -60,9 +61,10 @@ def rouge_l(prediction: str, reference: str) -> float:
     """
     # The package computes three scores; the official script takes one of them.
     try:
-        return _rouge().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
+        scores: Any = _rouge().get_scores([prediction], [reference], avg=True)
     except (ValueError, RecursionError):
         return 0.0
+    return scores["rouge-l"]["f"]
 
 
 def rouge_l_zh(prediction: str, reference: str) -> float:
@@ -183,7 +185,7 @@ def _jieba():
         warnings.simplefilter("ignore")  # old syntax and pkg_resources; nothing of ours
         import jieba
     jieba.setLogLevel("WARNING")
-    cutter = jieba.Tokenizer()
+    cutter: Any = jieba.Tokenizer()
     # It would keep its dictionary, marshalled, where anyone may have put another one: a file of
     # that name in the common folder for temporary files is loaded unseen.
     with tempfile.TemporaryDirectory() as folder:

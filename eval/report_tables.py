@@ -152,7 +152,7 @@ def _cost_table(run: Run) -> Table:
     rows = []
     for variant in run.variants:
         found = results.cost(run, variant)
-        device = None if found.peak_device is None else found.peak_device / 2**20
+        peaks = (found.peak_device, found.peak_host)
         rows.append(
             [
                 Cell(variant),
@@ -163,8 +163,7 @@ def _cost_table(run: Run) -> Table:
                 _number(found.kv_mib_kept),
                 _number(found.prefill_s),
                 _number(found.tokens_per_s, digits=1),
-                _number(device, digits=0),
-                _number(found.peak_host / 2**20, digits=0),
+                *(_number(None if peak is None else peak / 2**20, digits=0) for peak in peaks),
             ]
         )
     note = (

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Cost:
     prefill_s: float
     tokens_per_s: float | None
     peak_device: int | None
-    peak_host: int
+    peak_host: int | None
 
 
 def cost(run: Run, variant: str, benchmark: str | None = None) -> Cost:
@@ -147,7 +147,10 @@ def cost(run: Run, variant: str, benchmark: str | None = None) -> Cost:
     ]
     costs = [record["cost"] for record in found]
     rates = [c["decode_tokens_per_s"] for c in costs if c["decode_tokens_per_s"]]
-    device = [c["peak_bytes"]["device"] for c in costs if c["peak_bytes"]["device"] is not None]
+    peaks = {
+        where: [c["peak_bytes"][where] for c in costs if c["peak_bytes"][where] is not None]
+        for where in ("device", "host")
+    }
     return Cost(
         kept_percent=100 * _mean(record["kept_fraction"] for record in found),
         evicted=_mean(record["evicted"] for record in found),
@@ -156,8 +159,8 @@ def cost(run: Run, variant: str, benchmark: str | None = None) -> Cost:
         kv_mib_kept=_mean(record["kv_bytes_kept"] for record in found) / 2**20,
         prefill_s=statistics.median(c["prefill_s"] for c in costs),
         tokens_per_s=statistics.median(rates) if rates else None,
-        peak_device=max(device, default=None),
-        peak_host=max(c["peak_bytes"]["host"] for c in costs),
+        peak_device=max(peaks["device"], default=None),
+        peak_host=max(peaks["host"], default=None),
     )
 
 
@@ -273,16 +276,12 @@ def _scores(
     run: Run, benchmark: str, variant: str, metric: str | None
 ) -> dict[str, dict[str, float]]:
     """Group -> example -> score."""
-    score: Callable[[Record], float] = _own_score
-    if metric is not None:
-
-        def score(record: Record) -> float:
-            return record["scores"][metric]
-
     found: dict[str, dict[str, float]] = {}
     for record in _of(run, benchmark, variant):
-        if metric is None or metric in record["scores"]:
-            found.setdefault(record["group"], {})[record["example"]] = score(record)
+        scores = record["scores"]
+        if metric is None or metric in scores:
+            score = _own_score(record) if metric is None else scores[metric]
+            found.setdefault(record["group"], {})[record["example"]] = score
     return found
 
 

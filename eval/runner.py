@@ -1,7 +1,6 @@
 """Evaluate policies on tasks over one loaded model, one record per example and policy."""
 
 import dataclasses
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -253,11 +252,14 @@ def _record(
 def peak_bytes() -> dict[str, int | None]:
     """Most memory that this process has held so far: of the device, and of the host."""
     statistics = jax.local_devices()[0].memory_stats() or {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "device": statistics.get("peak_bytes_in_use"),
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-    }
+    try:
+        import resource
+    except ImportError:  # no POSIX
+        host = None
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"device": statistics.get("peak_bytes_in_use"), "host": host}
 
 
 def _forget_programs_if_many() -> None:
