@@ -7,12 +7,13 @@ Source: NVIDIA/RULER ``scripts/data/synthetic``, Hsieh et al. 2024, arXiv 2404.0
 
 import dataclasses
 import functools
-import importlib.resources
+import importlib.util
 import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -34,13 +35,12 @@ class Sample:
 @functools.cache
 def word_list(name: str) -> tuple[str, ...]:
     """One of wonderwords' lists: "noun", "adjective" or "verb", in its order."""
-    try:
-        from wonderwords import assets
-    except ImportError as error:
-        raise ValueError(
-            "RULER needs the package wonderwords: pip install 'inertiakv-jax[eval]'"
-        ) from error
-    text = importlib.resources.files(assets).joinpath(f"{name}list.txt").read_text("utf-8")
+    # Its files, not its code: importing it warns, and leaves files open.
+    package = importlib.util.find_spec("wonderwords")
+    if package is None or not package.submodule_search_locations:
+        raise ValueError("RULER needs the package wonderwords: pip install 'inertiakv-jax[eval]'")
+    folder = Path(package.submodule_search_locations[0]) / "assets"
+    text = (folder / f"{name}list.txt").read_text("utf-8")
     return tuple(line.rstrip() for line in text.splitlines())
 
 
