@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from inertiakv_jax.commands import bench, demo, evaluate, generate, report
+from inertiakv_jax.commands import bench, demo, evaluate, generate, knobs, report
 from inertiakv_jax.commands.terminal import console
 
 DESCRIPTION = """Decode long prompts with a KV cache that keeps what attention keeps.
@@ -36,6 +36,7 @@ Command = (
     | Annotated[demo.Demo, tyro.conf.subcommand("demo", description=demo.DESCRIPTION)]
     | Annotated[bench.Bench, tyro.conf.subcommand("bench", description=bench.DESCRIPTION)]
     | Annotated[evaluate.Evaluate, tyro.conf.subcommand("eval", description=evaluate.DESCRIPTION)]
+    | Annotated[knobs.Knobs, tyro.conf.subcommand("knobs", description=knobs.DESCRIPTION)]
     | Annotated[report.Report, tyro.conf.subcommand("report", description=report.DESCRIPTION)]
 )
 
