@@ -22,7 +22,7 @@ AOT ?=
 
 BIN = $(VENV)/bin
 comma := ,
-TEST_EXTRAS = checkpoint,test,train$(if $(filter 1,$(PEERS)),$(comma)peers)$(if $(filter 1,$(AOT)),$(comma)aot)
+TEST_EXTRAS = checkpoint,eval,test,train$(if $(filter 1,$(PEERS)),$(comma)peers)$(if $(filter 1,$(AOT)),$(comma)aot)
 SOURCES = inertiakv_jax models eval pallas_kernels configs
 TYPECHECK = build/typecheck/inertiakv_jax
 
