@@ -179,10 +179,9 @@ def shipped_names() -> list[str]:
     """Names of the configurations that come along, like "eval/ruler"."""
     root = importlib.resources.files("inertiakv_jax.configs")
     return sorted(
-        f"{folder.name}/{file.name.removesuffix('.yaml')}"
-        for folder in root.iterdir()
-        if folder.is_dir()
-        for file in folder.iterdir()
+        f"{folder}/{file.name.removesuffix('.yaml')}"
+        for folder in ("eval", "paper")
+        for file in root.joinpath(folder).iterdir()
         if file.name.endswith(".yaml")
     )
 

@@ -136,7 +136,7 @@ def evaluated(model, folder):
 @pytest.fixture
 def quiet(monkeypatch, tmp_path):
     """lm-eval and datasets stay offline and in a folder of their own."""
-    needs("lm_eval")
+    pytest.importorskip("lm_eval", reason="needs lm-eval, a large package (extra 'lm-eval')")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
