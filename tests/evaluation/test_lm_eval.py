@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from evaluation.conftest import needs
 from evaluation.tiny import write_tiny
 
 import inertiakv_jax as ikv
@@ -158,7 +157,7 @@ def test_lm_eval_runs_its_tasks_through_the_adapter(lm, tmp_path, quiet):
 @pytest.mark.real_weights
 @pytest.mark.filterwarnings("default")
 def test_full_cache_agrees_with_lm_evals_own_model(smollm2, tmp_path, quiet):
-    needs("torch")
+    pytest.importorskip("torch", reason="torch is not installed (extra 'peers')")
     from lm_eval.models.huggingface import HFLM
 
     from inertiakv_jax.bench_peers import torch_model
