@@ -34,6 +34,7 @@ class DecoderModel:
         output; None: they are of ``dtype`` like the rest.
 
     Example:
+      >>> import jax
       >>> config = ModelConfig("llama", vocab_size=32, hidden_size=16, intermediate_size=24,
       ...                      num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
       >>> model = DecoderModel(config)
