@@ -34,10 +34,9 @@ def save(lm: LanguageModel, folder: str | os.PathLike[str]) -> None:
         folder: made here; must not exist, or be empty. It appears when it is complete.
 
     Raises:
-        ValueError: the folder has files.
-        ImportError: orbax is not installed.
+        ValueError: the folder has files, or orbax is not installed.
     """
-    orbax = _orbax()
+    orbax = check_orbax()
     description = {
         "format": FORMAT,
         "dtype": str(lm.model.dtype),
@@ -88,10 +87,10 @@ def restore_params(folder: Path, model: DecoderModel, shardings: Params | None =
             them on the default device.
 
     Raises:
-        ValueError: the checkpoint is damaged, or its parameters are not those of ``model``.
-        ImportError: orbax is not installed.
+        ValueError: the checkpoint is damaged, its parameters are not those of ``model``, or orbax
+            is not installed.
     """
-    orbax = _orbax()
+    orbax = check_orbax()
     path = folder.resolve() / PARAMS
     target = jax.eval_shape(model.init, jax.random.key(0))
     if shardings is None:
@@ -138,11 +137,12 @@ def _check(
             )
 
 
-def _orbax() -> ModuleType:
+def check_orbax() -> ModuleType:
+    """The orbax package; ValueError with what to install where it is missing."""
     try:
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             "orbax checkpoints need an extra: pip install 'inertiakv-jax[checkpoint]'"
         ) from error
     return orbax.checkpoint

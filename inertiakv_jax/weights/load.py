@@ -22,6 +22,7 @@ from inertiakv_jax.weights.gguf_config import gguf_config
 from inertiakv_jax.weights.gguf_file import open_gguf
 from inertiakv_jax.weights.gguf_model import gguf_source
 from inertiakv_jax.weights.hf_config import config_from_hf
+from inertiakv_jax.weights.multimodal import is_multimodal, text_tensors
 from inertiakv_jax.weights.params import checked_dtype, checked_quantization, load_params
 from inertiakv_jax.weights.safetensors_files import open_safetensors, read_json
 from inertiakv_jax.weights.tensor_source import TensorSource
@@ -44,7 +45,8 @@ def load(
     Args:
         name_or_path: one of
             a catalogue name ("smollm2-135m"), downloaded once and cached;
-            a folder with config.json, a tokenizer and ``*.safetensors``;
+            a folder with config.json, a tokenizer and ``*.safetensors`` (of a multimodal model
+            the text part is read);
             a folder that ``inertiakv convert`` or ``checkpoint.save`` wrote;
             the path of a ``.gguf`` file;
             a hub id ("organisation/name").
@@ -130,8 +132,9 @@ def _load_folder(folder: Path, name: str, how: _How) -> LanguageModel:
         raise ValueError(f"{folder} has no config.json: not a model folder")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else None
+    fields = read_json(config_path)
     try:
-        config = config_from_hf(read_json(config_path), generation)
+        config = config_from_hf(fields, generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     tokenizer = hf_tokenizer(folder, config.family)
@@ -142,7 +145,10 @@ def _load_folder(folder: Path, name: str, how: _How) -> LanguageModel:
         model = how.model(config)
         params = checkpoint.restore_params(folder, model, how.shardings(model))
         return _language_model(model, params, tokenizer, name)
-    return _assemble(open_safetensors(folder), how.model(config), how, tokenizer, name)
+    source = open_safetensors(folder)
+    if is_multimodal(fields):
+        source = text_tensors(source)
+    return _assemble(source, how.model(config), how, tokenizer, name)
 
 
 def _load_gguf(path: Path, name: str, how: _How) -> LanguageModel:

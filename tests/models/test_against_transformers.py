@@ -166,6 +166,31 @@ def test_logits_and_greedy_tokens(tmp_path, case):
     assert answers == expected_tokens
 
 
+def test_text_of_a_multimodal_model(tmp_path):
+    """Gemma 3 of 4B and more is published with a vision tower, which is left unread."""
+    text = {**SIZES, **GEMMA3, "max_position_embeddings": 512}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    ids = {"boi_token_index": 10, "eoi_token_index": 11, "image_token_index": 12}
+    torch.manual_seed(1)
+    config = transformers.Gemma3Config(text, vision, mm_tokens_per_image=4, **ids)
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    write_tokenizer_json(tmp_path)
+    lm = ikv.load(tmp_path)
+    assert (lm.config.family, lm.config.eos_token_ids) == ("gemma3_text", (1,))
+    row = np.arange(13, 70)
+    with torch.no_grad():
+        expected = whole(torch.from_numpy(row)[None]).logits[:, -1].numpy()
+    np.testing.assert_allclose(prefilled(lm, [row])[1], expected, atol=LOGITS_TOLERANCE)
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
 def test_bfloat16(tmp_path, case):
     theirs, rows = saved(tmp_path, case, torch.bfloat16), prompts()

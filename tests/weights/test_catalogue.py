@@ -1,17 +1,22 @@
 """The catalogue: one download, checked, and what happens without a network."""
 
+import dataclasses
 import hashlib
+import math
 import subprocess
 import sys
 import zipfile
 from types import SimpleNamespace
 
+import jax
 import pytest
-from weights.tiny_files import write_folder, write_gguf
+from weights.tiny_files import LLAMA, write_folder, write_gguf
 
-from inertiakv_jax.config import FAMILIES
+from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.models.hf_names import expected_tensors
 from inertiakv_jax.weights import catalogue, hub, wheel_files
 from inertiakv_jax.weights import load as load_module
+from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.load import load
 
 NAME = "tiny"
@@ -35,7 +40,7 @@ def entry(tmp_path, monkeypatch):
         num_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
     )
-    made = catalogue.CatalogueEntry("Tiny", "org/tiny", "llama", 1, 2, 32, 128, "MIT", wheel)
+    made = catalogue.CatalogueEntry("Tiny", "org/tiny", "MIT", 1, config_from_hf(LLAMA), wheel)
     monkeypatch.setattr(load_module, "CATALOGUE", {NAME: made})
     return SimpleNamespace(content=content, wheel=wheel)
 
@@ -201,22 +206,48 @@ def test_cache_folder(monkeypatch, variables, expected):
 @pytest.mark.parametrize("name", catalogue.CATALOGUE)
 def test_entries_are_complete(name):
     entry = catalogue.CATALOGUE[name]
-    assert entry.family in FAMILIES
     assert entry.hub_id.count("/") == 1
     assert entry.wheel is None or len(bytes.fromhex(entry.wheel.sha256)) == 32
+    tensors = expected_tensors(entry.config)
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == entry.num_parameters
+
+
+# Parameters as the hub counts them, and bytes of keys and values a token in bfloat16, by hand:
+# 2 (keys, values) * layers * kv heads * head_dim * 2.
+PAPER = {
+    "llama-3.1-8b": (8_030_261_248, 2 * 32 * 8 * 128 * 2),
+    "qwen2.5-7b": (7_615_616_512, 2 * 28 * 4 * 128 * 2),
+    "llama-3.3-70b": (70_553_706_496, 2 * 80 * 8 * 128 * 2),
+    "qwen3-30b-a3b": (30_532_122_624, 2 * 48 * 4 * 128 * 2),
+    "mistral-7b": (7_248_023_552, 2 * 32 * 8 * 128 * 2),
+    "qwen2.5-14b": (14_770_033_664, 2 * 48 * 8 * 128 * 2),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_backbones_of_the_paper_build_with_the_published_sizes(name):
+    config = catalogue.CATALOGUE[name].config
+    init = DecoderModel(config, "bfloat16").init
+    leaves = jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))
+    parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+    assert (parameters, config.kv_bytes_per_token(2)) == PAPER[name]
+
+
+def test_a_name_that_is_none():
+    assert "llama" not in catalogue.CATALOGUE
+    with pytest.raises(KeyError):
+        catalogue.CATALOGUE["../models/llama-3.1-8b"]
 
 
 @pytest.mark.real_weights
 def test_smollm2_is_what_the_catalogue_says(smollm2):
-    import jax
-
     entry = catalogue.CATALOGUE["smollm2-135m"]
     config = smollm2.config
     leaves = jax.tree.leaves(smollm2.params)
     assert sum(leaf.size for leaf in leaves) == entry.num_parameters
-    assert (config.family, config.num_layers) == (entry.family, entry.num_layers)
-    assert config.hidden_size == entry.hidden_size
-    assert config.max_position_embeddings == entry.max_position_embeddings
+    # GGUF keeps eps as float32, and lists every token that ends a turn.
+    same = {"rms_norm_eps": 1e-5, "eos_token_ids": entry.config.eos_token_ids}
+    assert dataclasses.replace(config, **same) == entry.config
 
 
 @pytest.mark.real_weights

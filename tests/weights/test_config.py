@@ -252,7 +252,7 @@ def test_mistral_window_as_long_as_the_context_hides_nothing():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gemma3"}, ["'gemma3'", "llama, mistral, qwen2"]),
+        ({"model_type": "gemma"}, ["'gemma'", "llama, mistral, qwen2", "gemma3_text, gemma3"]),
         ({"model_type": None}, ["architecture None", "llama, mistral, qwen2"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "ForCausalLM"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
