@@ -10,7 +10,16 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from inertiakv_jax.commands import bench, demo, evaluate, generate, knobs, report
+from inertiakv_jax.commands import (
+    bench,
+    convert,
+    demo,
+    evaluate,
+    generate,
+    knobs,
+    models,
+    report,
+)
 from inertiakv_jax.commands.terminal import console
 
 DESCRIPTION = """Decode long prompts with a KV cache that keeps what attention keeps.
@@ -37,6 +46,8 @@ Command = (
     | Annotated[bench.Bench, tyro.conf.subcommand("bench", description=bench.DESCRIPTION)]
     | Annotated[evaluate.Evaluate, tyro.conf.subcommand("eval", description=evaluate.DESCRIPTION)]
     | Annotated[knobs.Knobs, tyro.conf.subcommand("knobs", description=knobs.DESCRIPTION)]
+    | Annotated[models.Models, tyro.conf.subcommand("models", description=models.DESCRIPTION)]
+    | Annotated[convert.Convert, tyro.conf.subcommand("convert", description=convert.DESCRIPTION)]
     | Annotated[report.Report, tyro.conf.subcommand("report", description=report.DESCRIPTION)]
 )
 
