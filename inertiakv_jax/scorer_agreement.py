@@ -44,9 +44,7 @@ def agreement(
       seen: [Q, T] bool, the first so many tokens of each query, at least 10.
     """
     _, weights = recurrence(ALPHA, None, "sequential", len(scores), shared=True)
-    summed, attended = (
-        np.einsum("e,eqt->qt", weights, x) for x in (scores, np.exp(log_attention))
-    )
+    summed, attended = (np.einsum("e,eqt->qt", weights, x) for x in (scores, np.exp(log_attention)))
     return Agreement(
         loss,
         *rank_agreement(scores, log_attention, seen),
