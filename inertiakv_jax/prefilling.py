@@ -82,12 +82,21 @@ def prefill(
     if rows is not None:
         state = dataclasses.replace(state, row=_checked_rows(rows, len(lengths)))
     state = rank(state, observed, policy, model)
+    kept_slots = kv_state.slots_for(most_kept + 1, multiple=64) if policy.evicts else None
     if policy.prefill is not None:
+        # What stays of the prompt may be less than what decoding may keep: room for that, too.
         state = thin_out_prompt(
-            model, params, state, padded, observed, policy.prefill, lengths, new_tokens
+            model,
+            params,
+            state,
+            padded,
+            observed,
+            policy.prefill,
+            lengths,
+            new_tokens=new_tokens,
+            least_slots=kept_slots or 0,
         )
     # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
-    kept_slots = kv_state.slots_for(most_kept + 1, multiple=64) if policy.evicts else None
     return dataclasses.replace(state, kept_slots=kept_slots), logits
 
 

@@ -78,7 +78,9 @@ def thin_out_prompt(
     observed: tuple[Observed, ...],
     method: PrefillMethod,
     lengths: np.ndarray,
+    *,
     new_tokens: int,
+    least_slots: int,
 ) -> KVState:
     """Keep of each prompt what ``method`` scores highest, in a cache of the size that it needs.
 
@@ -91,6 +93,7 @@ def thin_out_prompt(
       method: the prefill-time method.
       lengths: [B] int32, tokens of each prompt.
       new_tokens: room for so many more.
+      least_slots: slots that step 1 needs; the cache has them now.
     """
     if method.scorer == KVZIP:
         of_head = reconstruction_scores(model, params, state, tokens, method)
@@ -98,7 +101,8 @@ def thin_out_prompt(
         of_head = _prompt_scores(state, observed, method=method, model=model)
     kept = _kept(of_head, state, jnp.asarray(method.budgets(lengths, model)), method=method)
     most = int(kept.sum(axis=-1).max())  # what the longest head keeps sets the capacity: a sync
-    slots = min(kv_state.slots_for(most + max(new_tokens, 1), multiple=64), state.num_slots)
+    slots = kv_state.slots_for(most + max(new_tokens, 1), multiple=64)
+    slots = min(max(slots, least_slots), state.num_slots)
     thin = _thin_out(state, kept, slots=slots, windows=model.sliding_windows)
     if slots < state.num_slots:
         for leaf, window in zip(

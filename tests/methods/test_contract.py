@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 def run(policy, rows, numbers, dtype):
     """States after prefill and after each of five steps, and the tokens [B, steps]."""
     model = DecoderModel(SMALL, dtype)
-    tokens, lengths = padded(rows, width=max(LENGTHS))
+    tokens, lengths = padded(rows, width=max(*LENGTHS, *map(len, rows)))
     state, logits = prefill(
         model, params(dtype), tokens, lengths, policy, max_new_tokens=STEPS, rows=numbers
     )
@@ -142,6 +142,14 @@ def test_a_budget_that_grows_with_the_text():
     small, token = dataclasses.replace(states[0], kept_slots=16), jnp.zeros((3,), jnp.int32)
     with pytest.raises(ValueError, match=r"after 201 steps the budget needs 51 slots, .* has 16"):
         decode(DecoderModel(SMALL), params("float32"), small, token, steps=201, policy=policy)
+
+
+def test_decoding_may_keep_more_than_was_left_of_the_prompt():
+    """A tenth of 150 tokens is left, and may grow to nine tenths: slots for those."""
+    policy = policies.compose(policies.snapkv(0.9, window=8), policies.inertiakv(0.1))
+    states, _ = run(policy, prompts((150,)), None, "float32")
+    assert states[0].kept_slots == states[1].num_slots == 192  # 135 and the next, rounded up
+    assert [state.num_held.max() for state in states] == [15, 16, 17, 18, 19, 20]
 
 
 def test_a_state_of_other_rankings_is_refused():
