@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from inertiakv_jax import policies as policies_by_name
 from inertiakv_jax.budget import kv_bytes_per_token, window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.generation import CHUNK_STEPS
 from inertiakv_jax.language_model import LanguageModel
+from inertiakv_jax.observation import Observing
+from inertiakv_jax.policies import full
 from inertiakv_jax.policy import Policy
-from inertiakv_jax.prefilling import prefill
-from inertiakv_jax.prompt_thinning import rank
-from inertiakv_jax.state import KVState, slots_for
+from inertiakv_jax.prefilling import ReadPrompts, full_slots, read_prompts, start
+from inertiakv_jax.prompt_thinning import observing_of
+from inertiakv_jax.state import KVState
 from inertiakv_jax.text import RowText, with_repetition
+
+_Reading = tuple[Observing | None, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +85,9 @@ def answers(
 ) -> Iterator[Answers]:
     """Answer the prompts with each policy.
 
-    One prefill serves all policies that read a prompt alike. Its cache stays until the last of
-    them has started, so put the full cache last: it goes on in place, where it would be copied.
+    The prompts are read once for all policies that read them alike. That cache stays until the
+    last of them has started, so put these together, and the full cache last: it goes on in place,
+    where it would be copied.
 
     Args:
       lm: the model.
@@ -100,57 +104,43 @@ def answers(
     """
     tokens, lengths = _padded(prompts)
     policies = [with_repetition(policy, lm) for policy in policies]
-    sharing = [
-        index
-        for index, policy in enumerate(policies)
-        if shares_prefill(policy) and _shrinks(policy, lm, lengths)
-    ]
-    shared: _Prefilled | None = None
-    for index, policy in enumerate(policies):
-        if index not in sharing or len(sharing) == 1:
-            started = _prefilled(lm, tokens, lengths, policy, request)
-            yield _continued(lm, started, policy, request, donate=True, shared=False)
-            continue
-        if shared is None:
-            shared = _prefilled(lm, tokens, lengths, policies_by_name.full(), request)
-        state = for_policy(shared.state, policy, lm, lengths)
-        started = dataclasses.replace(shared, state=state)
-        last = index == sharing[-1]
-        if last:
-            shared = None
-        yield _continued(lm, started, policy, request, donate=last, shared=True)
+    groups = [_reading(policy, lm, lengths, request) for policy in policies]
+    read: dict[_Reading, _Read] = {}
+    for index, (policy, group) in enumerate(zip(policies, groups, strict=True)):
+        alike = [other for other, key in zip(policies, groups, strict=True) if key == group]
+        if group not in read:
+            read[group] = _read(lm, tokens, lengths, alike, request, group[1])
+        last = group not in groups[index + 1 :]
+        # The last to start from it may use it up.
+        started = read.pop(group) if last else read[group]
+        state = start(
+            lm.model,
+            lm.params,
+            started.prompts,
+            policy,
+            max_new_tokens=request.max_new_tokens,
+            donate=last,
+        )
+        shared = len(alike) > 1
+        yield _continued(lm, started, state, policy, request, donate=last, shared=shared)
 
 
-def shares_prefill(policy: Policy) -> bool:
-    """Whether a plain prefill is all that the policy needs: it starts at decode step 1."""
-    return policy.prefill is None and not policy.prompt_queries and policy.ratio_of == "prompt"
+def _reading(policy: Policy, lm: LanguageModel, lengths: np.ndarray, request: Request) -> _Reading:
+    """What tells two readings of the prompts apart: what is noted of them, and the cache's size.
 
-
-def for_policy(state: KVState, policy: Policy, lm: LanguageModel, lengths: np.ndarray) -> KVState:
-    """A state of the full cache, fresh from ``prefill``, as ``prefill`` makes it for a policy.
-
-    Args:
-      state: from ``prefill`` with ``policies.full()``; it stays as it is.
-      policy: one that ``shares_prefill``, with budgets below ``lengths``.
-      lm: the model.
-      lengths: [B] int32, tokens of each prompt.
+    The size is that of the full policy at least, so that it, and with it the last digit of a
+    result, does not depend on which policies run together.
     """
-    budgets = policy.budgets(lengths, lm.model)
-    state = rank(dataclasses.replace(state, budget=jnp.asarray(budgets)), (), policy, lm.model)
-    kept_slots = slots_for(int(budgets.max()) + 1, multiple=64) if policy.evicts else None
-    return dataclasses.replace(state, kept_slots=kept_slots)
-
-
-def _shrinks(policy: Policy, lm: LanguageModel, lengths: np.ndarray) -> bool:
-    """Whether step 1 leaves a cache that is no longer than the prompt's, or as it is."""
-    return not policy.evicts or int(policy.budgets(lengths, lm.model).max()) < int(lengths.max())
+    sizes = (
+        full_slots(lm.model, each, lengths, request.max_new_tokens) for each in (policy, full())
+    )
+    return observing_of(policy), max(sizes)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prefilled:
-    state: KVState
-    first: Array  # [B] int32
-    lengths: np.ndarray
+class _Read:
+    prompts: ReadPrompts
+    first: Array  # [B] int32, tokens
     seconds: float
 
 
@@ -162,36 +152,40 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, lengths
 
 
-def _prefilled(lm, tokens, lengths, policy, request) -> _Prefilled:
-    start = time.perf_counter()
-    state, logits = prefill(
+def _read(lm, tokens, lengths, policies, request, slots) -> _Read:
+    begin = time.perf_counter()
+    prompts = read_prompts(
         lm.model,
         lm.params,
         tokens,
         lengths,
-        policy,
+        policies,
         max_new_tokens=request.max_new_tokens,
         rows=request.rows,
+        least_slots=slots,
     )
+    logits = prompts.logits
     if request.not_first:
         logits = logits.at[:, np.asarray(request.not_first)].set(-jnp.inf)
     first = jax.block_until_ready(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    _check_finite(state)
-    return _Prefilled(state, first, lengths, time.perf_counter() - start)
+    _check_finite(prompts.state)
+    return _Read(prompts, first, time.perf_counter() - begin)
 
 
 def _continued(
     lm: LanguageModel,
-    started: _Prefilled,
+    read: _Read,
+    state: KVState,
     policy: Policy,
     request: Request,
     *,
     donate: bool,
     shared: bool,
 ) -> Answers:
-    rows = [RowText(lm.tokenizer, request.stop) for _ in started.lengths]
-    _push(rows, np.asarray(started.first)[:, None], request)
-    state, seconds, timed = _decode(lm, started, rows, policy, request, donate)
+    lengths = read.prompts.lengths
+    rows = [RowText(lm.tokenizer, request.stop) for _ in lengths]
+    _push(rows, np.asarray(read.first)[:, None], request)
+    state, seconds, timed = _decode(lm, state, read.first, rows, policy, request, donate)
     for row in rows:
         row.push((), end=True)
     model, seen = lm.model, np.asarray(state.next_position).astype(int)
@@ -201,13 +195,13 @@ def _continued(
     return Answers(
         texts=[row.text for row in rows],
         new_tokens=[len(row.tokens) for row in rows],
-        prompt_tokens=started.lengths.tolist(),
+        prompt_tokens=lengths.tolist(),
         kept_tokens=np.rint(held).astype(int).tolist(),
         evicted=(seen - np.rint(held).astype(int)).tolist(),
         kv_bytes_full=(seen * token_bytes + window_bytes).tolist(),
         kv_bytes_kept=np.rint(held * token_bytes + window_bytes).astype(int).tolist(),
         kv_bytes_allocated=state.kv_bytes(),
-        prefill_s=started.seconds,
+        prefill_s=read.seconds,
         prefill_shared=shared,
         decode_s=seconds,
         decode_tokens=timed,
@@ -216,7 +210,8 @@ def _continued(
 
 def _decode(
     lm: LanguageModel,
-    started: _Prefilled,
+    state: KVState,
+    token: Array,
     rows: list[RowText],
     policy: Policy,
     request: Request,
@@ -226,7 +221,7 @@ def _decode(
     decoded = functools.partial(
         decode, lm.model, lm.params, policy=policy, stop_tokens=request.stop_tokens
     )
-    state, token, remaining = started.state, started.first, request.max_new_tokens - 1
+    remaining = request.max_new_tokens - 1
     seconds, timed, warm = 0.0, 0, False
     while remaining and not all(row.done for row in rows):
         state = dataclasses.replace(state, finished=jnp.asarray([row.done for row in rows]))

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from inertiakv_jax import policies
-from inertiakv_jax.eval.continuation import shares_prefill
 from inertiakv_jax.eval.tasks.catalogue import tasks_named
 from inertiakv_jax.policies import Policy
+from inertiakv_jax.prompt_thinning import observing_of
 
 _NOT_IDENTITY = ("name", "data_dir", "paper")
 """Fields that do not change what is measured: the examples' checksums say what the data was."""
@@ -116,7 +116,7 @@ class Settings:
     def variants(self) -> list[Variant]:
         """Each policy with each budget, in the order that ``continuation.answers`` likes best.
 
-        Those that share a prefill come together, and the full cache last.
+        Those that read a prompt alike come together, and the full cache last.
         """
         found: dict[str, Variant] = {}
         for entry in self.policies:
@@ -133,10 +133,12 @@ class Settings:
         if not found:
             raise ValueError("no policy is named")
         made = {label: variant.make() for label, variant in found.items()}
-        order = sorted(
-            made, key=lambda label: (not made[label].evicts, shares_prefill(made[label]))
-        )
-        return [found[label] for label in order]
+
+        def place(label: str) -> tuple[bool, str, bool]:
+            observing = observing_of(made[label])
+            return observing is None, repr(observing), not made[label].evicts
+
+        return [found[label] for label in sorted(made, key=place)]
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed, as JSON has it."""

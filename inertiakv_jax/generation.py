@@ -16,7 +16,8 @@ from inertiakv_jax.budget import window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
-from inertiakv_jax.prefilling import check_lengths, prefill
+from inertiakv_jax.prefilling import prefill
+from inertiakv_jax.prompt_input import check_lengths
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.state import KVState
 from inertiakv_jax.text import Prompt, RowText, encode_prompts, with_repetition

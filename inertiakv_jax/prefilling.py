@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from inertiakv_jax import state as kv_state
 from inertiakv_jax.attention import ring_positions
-from inertiakv_jax.observation import nothing_observed
+from inertiakv_jax.observation import Observed, nothing_observed
 from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.prefill_attention import PrefillCache
+from inertiakv_jax.prompt_input import checked_prompts, checked_rows, is_prompt
 from inertiakv_jax.prompt_thinning import observing_of, rank, thin_out_prompt
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
@@ -63,25 +63,105 @@ def prefill(
 
     Source: arXiv 2609.03515 section 3.1; chunking is ours.
     """
-    check_policy(policy)
-    tokens, lengths = _checked_prompts(model, tokens, lengths, max_new_tokens)
-    budgets = policy.budgets(lengths, model)
-    if policy.prefill is not None:
-        policy.prefill.check(lengths, model)
-    most_kept = _most_kept(model, policy, budgets, lengths, max_new_tokens)
-    longest = int(lengths.max())
-    new_tokens = _new_tokens(policy, max_new_tokens)
-    slots = _full_slots(max(longest + 1, longest + new_tokens, most_kept + 1))
+    read = read_prompts(
+        model, params, tokens, lengths, [policy], max_new_tokens=max_new_tokens, rows=rows
+    )
+    return start(model, params, read, policy, max_new_tokens=max_new_tokens), read.logits
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPrompts:
+    """Prompts in a full cache, from which one or more policies can start.
+
+    Attributes:
+      state: nothing is ranked, and no budget set.
+      logits: [B, V] float32, of each row's last token.
+      tokens: [B, S] int32, the prompts, padded.
+      lengths: [B] int32, tokens of each row.
+      observed: what was noted of the prompts' queries, by layer.
+    """
+
+    state: KVState
+    logits: Array
+    tokens: np.ndarray
+    lengths: np.ndarray
+    observed: tuple[Observed, ...]
+
+
+def read_prompts(
+    model: Model,
+    params: Params,
+    tokens: Array | np.ndarray,
+    lengths: Array | np.ndarray,
+    policies: Sequence[Policy],
+    *,
+    max_new_tokens: int | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
+    least_slots: int = 0,
+) -> ReadPrompts:
+    """Read prompts once for several policies; ``start`` goes on with each.
+
+    The policies must have the same ``observing_of``: what a policy notes of the prompt is part of
+    reading it. ``least_slots`` asks for a larger cache than they need. The other arguments, and
+    what is raised, are ``prefill``'s.
+    """
+    for policy in policies:
+        check_policy(policy)
+    (observing,) = {observing_of(policy) for policy in policies}
+    tokens, lengths = checked_prompts(model, tokens, lengths, max_new_tokens)
+    for policy in policies:
+        policy.budgets(lengths, model)
+        if policy.prefill is not None:
+            policy.prefill.check(lengths, model)
+    needed = (full_slots(model, policy, lengths, max_new_tokens) for policy in policies)
+    slots = max(least_slots, *needed)
     chunk = CHUNK if slots % CHUNK == 0 else 64
     padded = np.zeros((len(lengths), slots), np.int32)
-    padded[:, :longest] = np.where(_is_prompt(tokens, lengths), tokens, 0)[:, :longest]
-    observing = observing_of(policy)
+    longest = int(lengths.max())
+    padded[:, :longest] = np.where(is_prompt(tokens, lengths), tokens, 0)[:, :longest]
     state, logits, observed = _prefill(
-        model, params, padded, lengths, budgets, chunk=chunk, observing=observing
+        model, params, padded, lengths, chunk=chunk, observing=observing
     )
     if rows is not None:
-        state = dataclasses.replace(state, row=_checked_rows(rows, len(lengths)))
-    state = rank(state, observed, policy, model)
+        state = dataclasses.replace(state, row=checked_rows(rows, len(lengths)))
+    return ReadPrompts(state, logits, padded, lengths, observed)
+
+
+def full_slots(
+    model: Model, policy: Policy, lengths: np.ndarray, max_new_tokens: int | None
+) -> int:
+    """Slots of the full cache that a policy needs: for the prompts and for what may follow."""
+    most_kept = _most_kept(model, policy, lengths, max_new_tokens)
+    longest = int(lengths.max())
+    return _full_slots(
+        max(longest + 1, longest + _new_tokens(policy, max_new_tokens), most_kept + 1)
+    )
+
+
+def start(
+    model: Model,
+    params: Params,
+    read: ReadPrompts,
+    policy: Policy,
+    *,
+    max_new_tokens: int | None = None,
+    donate: bool = True,
+) -> KVState:
+    """The state from which a policy decodes prompts that were read for it, ready for step 1.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      read: from ``read_prompts`` with this policy among its policies.
+      policy: ranks the tokens, sets the budgets, may thin the prompts out.
+      max_new_tokens: as ``read_prompts`` had it.
+      donate: False leaves ``read`` usable for the next policy; the state may then share buffers
+        with it, so decode it with ``donate=False``, too.
+    """
+    budgets = policy.budgets(read.lengths, model)
+    state = dataclasses.replace(read.state, budget=jnp.asarray(budgets))
+    state = rank(state, read.observed, policy, model)
+    most_kept = _most_kept(model, policy, read.lengths, max_new_tokens)
     kept_slots = kv_state.slots_for(most_kept + 1, multiple=64) if policy.evicts else None
     if policy.prefill is not None:
         # What stays of the prompt may be less than what decoding may keep: room for that, too.
@@ -89,77 +169,32 @@ def prefill(
             model,
             params,
             state,
-            padded,
-            observed,
+            read.tokens,
+            read.observed,
             policy.prefill,
-            lengths,
-            new_tokens=new_tokens,
+            read.lengths,
+            new_tokens=_new_tokens(policy, max_new_tokens),
             least_slots=kept_slots or 0,
+            donate=donate,
         )
     # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
-    return dataclasses.replace(state, kept_slots=kept_slots), logits
+    return dataclasses.replace(state, kept_slots=kept_slots)
 
 
-def _checked_prompts(model, tokens, lengths, max_new_tokens) -> tuple[np.ndarray, np.ndarray]:
-    if isinstance(lengths, Tracer) or isinstance(tokens, Tracer):
-        raise ValueError(
-            "prefill needs concrete tokens and lengths, since they set the capacity; call it "
-            "outside jit (it compiles itself)"
-        )
-    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens must be int [B, T], got {tokens.dtype} {tokens.shape}")
-    if tokens.shape[0] == 0:
-        raise ValueError("the batch is empty: tokens must have at least one row")
-    if lengths.shape != tokens.shape[:1] or not np.issubdtype(lengths.dtype, np.integer):
-        raise ValueError(
-            f"lengths must be int [{tokens.shape[0]}], got {lengths.dtype} {lengths.shape}"
-        )
-    if lengths.max() > tokens.shape[1]:
-        raise ValueError(f"length {lengths.max()} exceeds the {tokens.shape[1]} tokens given")
-    check_lengths(model, lengths, max_new_tokens)
-    ids = tokens[_is_prompt(tokens, lengths)]
-    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"tokens must be ids, from 0 on, got {ids.min()} .. {ids.max()}")
-    return tokens, lengths.astype(np.int32)
-
-
-def _is_prompt(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B, T] bool, False for padding, which may hold what is no id (-100).
-
-    A model makes NaN of such an id, and NaN spreads even from a value with weight 0.
-    """
-    return np.arange(tokens.shape[1])[None] < lengths[:, None]
-
-
-def check_lengths(model: Model, lengths: np.ndarray, max_new_tokens: int | None) -> None:
-    """Raise ValueError unless prompts of [B] lengths, and the new tokens, fit the model."""
-    if lengths.min() < 1:
-        raise ValueError(f"row {int(lengths.argmin())} has an empty prompt")
-    if max_new_tokens is not None:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
-            raise ValueError(f"max_new_tokens must be an integer, got {max_new_tokens!r}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    longest, new = int(lengths.max()), max_new_tokens or 0
-    if longest + new > model.max_positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {new} new ones exceed the model's "
-            f"{model.max_positions} positions"
-        )
-
-
-def _most_kept(model, policy, budgets, lengths, max_new_tokens) -> int:
-    """Tokens that a ranking may hold after a decode step."""
-    if policy.ratio_of == "seen" and policy.evicts:
+def _most_kept(model, policy, lengths, max_new_tokens) -> int:
+    """Tokens that a ranking may hold after a decode step; 0 if nothing is evicted."""
+    if not policy.evicts:
+        return 0
+    seen = lengths
+    if policy.ratio_of == "seen":
         if max_new_tokens is None:
             raise ValueError(
                 f"the budget of policy {policy.name!r} grows with the text, so prefill needs "
                 "max_new_tokens= to size the cache"
             )
-        budgets = policy.budgets(lengths + max_new_tokens, model)
+        seen = lengths + max_new_tokens
     # A row never holds more tokens than the model has positions, whatever its budget.
-    return min(int(budgets.max()), model.max_positions) if policy.evicts else 0
+    return min(int(policy.budgets(seen, model).max()), model.max_positions)
 
 
 def _new_tokens(policy: Policy, max_new_tokens: int | None) -> int:
@@ -174,20 +209,13 @@ def _new_tokens(policy: Policy, max_new_tokens: int | None) -> int:
     return max_new_tokens
 
 
-def _checked_rows(rows, batch: int) -> Array:
-    rows = np.asarray(rows)
-    if rows.shape != (batch,) or not np.issubdtype(rows.dtype, np.integer) or rows.min() < 0:
-        raise ValueError(f"rows must be {batch} integers from 0 on, got {rows.dtype} {rows}")
-    return jnp.asarray(rows % 2**31, jnp.int32)
-
-
 def _full_slots(tokens: int) -> int:
     return kv_state.slots_for(tokens, multiple=CHUNK if tokens > CHUNK else 64)
 
 
 # A module-level jit: one cache of programs for the life of the process.
 @functools.partial(jax.jit, static_argnames=("model", "chunk", "observing"))
-def _prefill(model, params, tokens, lengths, budgets, *, chunk, observing):
+def _prefill(model, params, tokens, lengths, *, chunk, observing):
     batch, slots = tokens.shape
     windows = model.sliding_windows
 
@@ -243,7 +271,7 @@ def _prefill(model, params, tokens, lengths, budgets, *, chunk, observing):
         scores=jnp.zeros((batch, slots), jnp.float32),
         valid=valid,
         positions=jnp.where(valid, slot, kv_state.FREE_POSITION),
-        budget=budgets,
+        budget=jnp.full((batch,), kv_state.NO_EVICTION, jnp.int32),
         next_position=lengths,
         row=jnp.arange(batch, dtype=jnp.int32),
         finished=jnp.zeros((batch,), jnp.bool_),

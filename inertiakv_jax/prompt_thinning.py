@@ -81,19 +81,21 @@ def thin_out_prompt(
     *,
     new_tokens: int,
     least_slots: int,
+    donate: bool,
 ) -> KVState:
     """Keep of each prompt what ``method`` scores highest, in a cache of the size that it needs.
 
     Args:
       model: the decoder.
       params: its parameters.
-      state: ranked, fresh from prefill. Its keys and values are deleted.
+      state: ranked, fresh from prefill.
       tokens: [B, S] int32, the prompts.
       observed: what prefill noted for the method.
       method: the prefill-time method.
       lengths: [B] int32, tokens of each prompt.
       new_tokens: room for so many more.
       least_slots: slots that step 1 needs; the cache has them now.
+      donate: delete the keys and values of ``state``, which nothing else would free in time.
     """
     if method.scorer == KVZIP:
         of_head = reconstruction_scores(model, params, state, tokens, method)
@@ -104,12 +106,12 @@ def thin_out_prompt(
     slots = kv_state.slots_for(most + max(new_tokens, 1), multiple=64)
     slots = min(max(slots, least_slots), state.num_slots)
     thin = _thin_out(state, kept, slots=slots, windows=model.sliding_windows)
-    if slots < state.num_slots:
+    if donate and slots < state.num_slots:
         for leaf, window in zip(
             (*state.keys, *state.values), model.sliding_windows * 2, strict=True
         ):
             if window is None:
-                leaf.delete()  # the full cache, which nothing else would free in time
+                leaf.delete()
     return thin
 
 

@@ -28,7 +28,8 @@ LAYERS = {
     ],
     3: [
         *("shrinking", "reconstruction", "prompt_thinning"),
-        *("prefilling", "decode_step", "decoding", "text", "generation", "language_model"),
+        *("prompt_input", "prefilling", "decode_step", "decoding"),
+        *("text", "generation", "language_model"),
     ],
     4: ["models", "models.*", "weights", "weights.*", "checkpoint"],
     5: [

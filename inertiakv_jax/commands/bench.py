@@ -80,7 +80,7 @@ class Bench:
 
         from inertiakv_jax import bench
         from inertiakv_jax.commands import bench_report
-        from inertiakv_jax.prefilling import check_lengths
+        from inertiakv_jax.prompt_input import check_lengths
         from inertiakv_jax.weights.load import load
 
         busy = bench_report.busy_cpus()

@@ -72,9 +72,7 @@ def test_policy_does_not_touch_the_prompt(length):
 @pytest.mark.parametrize("length", [1, 64, 257, 500])
 def test_size_of_chunks_does_not_matter(length):
     tokens, lengths = padded([text(length)], width=512)
-    read = functools.partial(
-        _prefill, LONG, long_params(), tokens, lengths, np.array([9]), observing=None
-    )
+    read = functools.partial(_prefill, LONG, long_params(), tokens, lengths, observing=None)
     state, logits, _ = read(chunk=256)
     for chunk in (64, 128):
         other, other_logits, _ = read(chunk=chunk)

@@ -193,26 +193,29 @@ def test_budget_that_no_prompt_reaches_is_loud_at_the_end(lm, data, tmp_path):
 
 def test_shared_prefill_gives_what_each_policy_gives_alone(lm):
     prompts = [list(range(20, 150)), list(range(30, 90))]
-    names = ("snapkv", "inertiakv", "score-free", "tova", "keydiff", "random", "full")
+    names = ("snapkv", "h2o", "inertiakv", "score-free", "tova", "keydiff", "random", "full")
     policies = [ikv.policies.by_name(name, ratio=0.7) for name in names]
+    policies.insert(0, ikv.policies.snapkv(0.5))
     request = continuation.Request(max_new_tokens=24, rows=(3, 8))
     together = list(continuation.answers(lm, prompts, policies, request))
     for policy, shared in zip(policies, together, strict=True):
         (alone,) = continuation.answers(lm, prompts, [policy], request)
-        assert (shared.prefill_shared, alone.prefill_shared) == (policy.name != "snapkv", False)
+        assert (shared.prefill_shared, alone.prefill_shared) == (policy.name != "h2o", False)
         for name in ("texts", "new_tokens", "kept_tokens", "evicted", "kv_bytes_kept"):
             assert getattr(shared, name) == getattr(alone, name)
 
 
 def test_one_prefill_serves_all_that_share_it(lm, monkeypatch):
     calls = []
-    real = continuation.prefill
+    real = continuation.read_prompts
     monkeypatch.setattr(
-        continuation, "prefill", lambda *a, **k: calls.append(a[4].name) or real(*a, **k)
+        continuation,
+        "read_prompts",
+        lambda *a, **k: calls.append([policy.name for policy in a[4]]) or real(*a, **k),
     )
     policies = [ikv.policies.inertiakv(0.8), ikv.policies.lazy(4, 0.8), ikv.policies.full()]
     list(continuation.answers(lm, [[5] * 40], policies, continuation.Request(4)))
-    assert calls == ["full"]
+    assert calls == [["inertiakv", "lazy4", "full"]]
 
 
 def test_answer_ends_at_a_text_and_at_a_token(lm):
