@@ -33,14 +33,16 @@ def load_learned(path: str, model: Model) -> LearnedParams:
     except OSError as error:
         raise ValueError(f"no scorer weights at {path!r}: {error.strerror}") from error
     heads = (model.num_heads, model.num_kv_heads, model.head_dim)
-    query, key = _load(path, (status.st_mtime_ns, status.st_size), heads)
+    # The inode too: two files may be written within one tick of the clock.
+    version = (status.st_mtime_ns, status.st_size, status.st_ino)
+    query, key = _load(path, version, heads)
     # Outside the cached function: under a trace these are tracers, which must not be kept.
     return LearnedParams(jnp.asarray(query), jnp.asarray(key))
 
 
 @functools.lru_cache(maxsize=8)
 def _load(
-    path: str, version: tuple[int, int], heads: tuple[int, int, int]
+    path: str, version: tuple[int, ...], heads: tuple[int, int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     del version  # part of the key
     try:

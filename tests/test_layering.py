@@ -36,7 +36,7 @@ LAYERS = {
         *("configs", "eval", "eval.*"),
         *("cli", "commands", "commands.*", "__main__"),
         *("bench", "bench_peers", "demo", "demo_figure", "prose"),
-        *("diagnostics", "diagnostics_*", "scorer_*", "training_text"),
+        *("diagnostics", "diagnostics_*", "training", "training.*"),
         "",  # the package root
     ],
 }

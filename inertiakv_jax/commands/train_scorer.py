@@ -22,7 +22,7 @@ from inertiakv_jax.commands.terminal import (
 )
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
-    from inertiakv_jax.scorer_training import Trained
+    from inertiakv_jax.training.scorer import Trained
 
 DESCRIPTION = """Train the learned scorer of a model on any text, by self-distillation.
 
@@ -123,7 +123,7 @@ class TrainScorer:
         out.print(f"\nScorer: {self.output}", soft_wrap=True)
 
     def _read_text(self) -> str:
-        from inertiakv_jax import training_text
+        from inertiakv_jax.training import text as training_text
 
         if (self.text is None) == (self.dataset is None):
             raise ValueError("say what to train on: --text PATH or --dataset NAME, one of them")
@@ -149,7 +149,7 @@ def agreement_table(trained: "Trained") -> Table:
 
 def _training() -> ModuleType:
     try:
-        from inertiakv_jax import scorer_training
+        from inertiakv_jax.training import scorer as scorer_training
     except ImportError as error:  # says which extra to install
         raise ValueError(str(error)) from error
     return scorer_training

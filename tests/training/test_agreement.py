@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from inertiakv_jax.scorer_agreement import (
+from inertiakv_jax.training.agreement import (
     Agreement,
     agreement,
     mean_agreement,

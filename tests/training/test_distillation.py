@@ -12,7 +12,8 @@ from core.tiny_model import CONFIG, MODEL, params
 from inertiakv_jax import policies, prefill
 from inertiakv_jax.decode_step import insert_and_attend
 from inertiakv_jax.models.decoder import DecoderModel
-from inertiakv_jax.scorer_distillation import (
+from inertiakv_jax.scoring import LearnedParams
+from inertiakv_jax.training.distillation import (
     FEATURES,
     Recorded,
     distillation_loss,
@@ -21,7 +22,6 @@ from inertiakv_jax.scorer_distillation import (
     record,
     untrained,
 )
-from inertiakv_jax.scoring import LearnedParams
 
 
 def test_log_mean_attention_by_hand():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training.tiny_lm import prose
 
-from inertiakv_jax.training_text import Texts, cut, read_dataset, read_text
+from inertiakv_jax.training.text import Texts, cut, read_dataset, read_text
 
 
 def test_pieces_follow_one_another(tiny_lm):
@@ -103,7 +103,7 @@ def test_data_sets(tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     name = str(tmp_path)
     assert read_dataset(name, None, "train", "text") == "row 0\n\nrow 1\n\nrow 2\n\nrow 3\n\nrow 4"
-    monkeypatch.setattr("inertiakv_jax.training_text.DATASET_CHARACTERS", 10)
+    monkeypatch.setattr("inertiakv_jax.training.text.DATASET_CHARACTERS", 10)
     assert read_dataset(name, None, "train", "text") == "row 0\n\nrow 1"
     for column in ("body", "number"):
         with pytest.raises(ValueError, match=f"no texts in a column '{column}'.* text, number"):

@@ -11,9 +11,9 @@ import pytest
 from training.tiny_lm import LENGTH, prose, write_model
 
 import inertiakv_jax as ikv
-from inertiakv_jax import scorer_training
 from inertiakv_jax.learned_scorer import save_learned
-from inertiakv_jax.scorer_training import Settings, train
+from inertiakv_jax.training import scorer as scorer_training
+from inertiakv_jax.training.scorer import Settings, train
 
 TEXT = prose(1000)
 SHORT = Settings(steps=15, context=LENGTH, queries=4, batch_size=2, held_out=2)
@@ -21,7 +21,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 import inertiakv_jax as ikv
-from inertiakv_jax.scorer_training import Settings, train
+from inertiakv_jax.training.scorer import Settings, train
 
 model, text, folder, moment = sys.argv[1:]
 killed_at = 0

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.stats
 
 from inertiakv_jax.aggregation import recurrence
 
@@ -81,7 +80,9 @@ def rank_agreement(scores: np.ndarray, target: np.ndarray, seen: np.ndarray) -> 
 
 def _centred_ranks(values: np.ndarray) -> np.ndarray:
     """Ranks along the last axis, equals sharing the mean of theirs, less their mean."""
-    ranks = scipy.stats.rankdata(values, axis=-1)
+    from scipy import stats  # of the extra 'train'
+
+    ranks = stats.rankdata(values, axis=-1)
     return ranks - ranks.mean(axis=-1, keepdims=True)
 
 

@@ -21,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from inertiakv_jax import training_text
 from inertiakv_jax.checks import check_field, is_count, is_positive_count
 from inertiakv_jax.language_model import LanguageModel
-from inertiakv_jax.scorer_agreement import Agreement, agreement, mean_agreement
-from inertiakv_jax.scorer_checkpoints import Checkpoints
-from inertiakv_jax.scorer_distillation import (
+from inertiakv_jax.scoring import LearnedParams
+from inertiakv_jax.state import num_eligible
+from inertiakv_jax.training import text as training_text
+from inertiakv_jax.training.agreement import Agreement, agreement, mean_agreement
+from inertiakv_jax.training.checkpoints import Checkpoints
+from inertiakv_jax.training.distillation import (
     TEXT_MULTIPLE,
     Recorded,
     distillation_loss,
@@ -34,9 +36,7 @@ from inertiakv_jax.scorer_distillation import (
     record,
     untrained,
 )
-from inertiakv_jax.scoring import LearnedParams
-from inertiakv_jax.state import num_eligible
-from inertiakv_jax.training_text import Texts
+from inertiakv_jax.training.text import Texts
 
 try:
     import optax
