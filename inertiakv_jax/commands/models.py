@@ -81,22 +81,21 @@ def _row(name: str, entry: "CatalogueEntry") -> dict[str, Any]:
 def _print(rows: list[dict[str, Any]]) -> None:
     table = plain_table()
     table.add_column("name", no_wrap=True)
-    table.add_column("hub id", no_wrap=True)
     table.add_column("family", no_wrap=True)
-    for column in ("params", "layers", "hidden", "heads", "context", "KV/token", "windows"):
+    for column in ("params", "layers", "heads", "context", "KV/token", "windows"):
         table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("hub id", overflow="fold")  # the one to give way on a narrow terminal
     for row in rows:
         table.add_row(
             row["name"],
-            row["hub_id"],
             row["family"],
             _count(row["parameters"]),
             str(row["layers"]),
-            str(row["hidden_size"]),
             f"{row['query_heads']}/{row['kv_heads']} x {row['head_dim']}",
             f"{row['context']:,}",
             _bytes(row["kv_bytes_per_token"]),
             _bytes(row["window_kv_bytes"]),
+            row["hub_id"],
         )
     output_console().print(table)
 

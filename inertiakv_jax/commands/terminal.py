@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-PIPED_WIDTH = 120
+PIPED_WIDTH = 132
 """Columns of a table that goes to a file or a pipe."""
 
 

@@ -12,17 +12,17 @@ def test_the_list(inertiakv, monkeypatch):
     outcome = inertiakv("models")
     assert (outcome.code, outcome.err) == (0, "")
     heading, *lines = outcome.out.splitlines()
-    assert heading.split()[:4] == ["name", "hub", "id", "family"]
+    assert heading.split()[:3] == ["name", "family", "params"]
     rows = {line.split()[0]: line for line in lines if line[:1].isalpha()}
     llama = " ".join(rows["llama-3.1-8b"].split())
     # 2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB
     assert llama == (
-        "llama-3.1-8b meta-llama/Llama-3.1-8B-Instruct llama 8.0 B 32 4096 32/8 x 128 131,072 "
-        "128.0 KiB -"
+        "llama-3.1-8b llama 8.0 B 32 32/8 x 128 131,072 128.0 KiB - "
+        "meta-llama/Llama-3.1-8B-Instruct"
     )
     # All layers of Mistral v0.1 have a window: 32 * 4096 tokens * 2 * 8 * 128 * 2 bytes.
-    assert rows["mistral-7b-v0.1"].split()[-3:] == ["-", "512.0", "MiB"]
-    assert rows["gemma-3-270m"].split()[3:5] == ["268", "M"]
+    assert rows["mistral-7b-v0.1"].split()[-4:-1] == ["-", "512.0", "MiB"]
+    assert rows["gemma-3-270m"].split()[2:4] == ["268", "M"]
 
 
 def test_one_model_as_json(inertiakv):
