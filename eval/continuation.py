@@ -12,12 +12,13 @@ from jax import Array
 
 from inertiakv_jax.budget import kv_bytes_per_token, window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
-from inertiakv_jax.generation import CHUNK_STEPS
+from inertiakv_jax.generation import CHUNK_STEPS, held_tokens, rows_done
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.observation import Observing
 from inertiakv_jax.policies import full
 from inertiakv_jax.policy import Policy
 from inertiakv_jax.prefilling import ReadPrompts, full_slots, read_prompts, start
+from inertiakv_jax.prompt_input import filled_up
 from inertiakv_jax.prompt_thinning import observing_of
 from inertiakv_jax.state import KVState
 from inertiakv_jax.text import RowText, with_repetition
@@ -141,6 +142,7 @@ def _reading(policy: Policy, lm: LanguageModel, lengths: np.ndarray, request: Re
 class _Read:
     prompts: ReadPrompts
     first: Array  # [B] int32, tokens
+    lengths: np.ndarray  # [B], of the prompts without the rows that fill up the mesh
     seconds: float
 
 
@@ -154,22 +156,26 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 def _read(lm, tokens, lengths, policies, request, slots) -> _Read:
     begin = time.perf_counter()
+    filled = filled_up(tokens, lengths, lm.mesh)
+    rows = request.rows
+    if rows is not None:
+        rows = np.pad(rows, (0, len(filled[1]) - len(rows)), "edge")
     prompts = read_prompts(
         lm.model,
         lm.params,
-        tokens,
-        lengths,
+        *filled,
         policies,
         max_new_tokens=request.max_new_tokens,
-        rows=request.rows,
+        rows=rows,
         least_slots=slots,
+        mesh=lm.mesh,
     )
     logits = prompts.logits
     if request.not_first:
         logits = logits.at[:, np.asarray(request.not_first)].set(-jnp.inf)
     first = jax.block_until_ready(jnp.argmax(logits, axis=-1).astype(jnp.int32))
     _check_finite(prompts.state)
-    return _Read(prompts, first, time.perf_counter() - begin)
+    return _Read(prompts, first, lengths, time.perf_counter() - begin)
 
 
 def _continued(
@@ -182,14 +188,14 @@ def _continued(
     donate: bool,
     shared: bool,
 ) -> Answers:
-    lengths = read.prompts.lengths
+    lengths = read.lengths
     rows = [RowText(lm.tokenizer, request.stop) for _ in lengths]
     _push(rows, np.asarray(read.first)[:, None], request)
     state, seconds, timed = _decode(lm, state, read.first, rows, policy, request, donate)
     for row in rows:
         row.push((), end=True)
-    model, seen = lm.model, np.asarray(state.next_position).astype(int)
-    held = _held(state)
+    model, seen = lm.model, np.asarray(state.next_position).astype(int)[: len(rows)]
+    held = held_tokens(state)[: len(rows)]
     token_bytes = kv_bytes_per_token(model)
     window_bytes = np.asarray([window_kv_bytes(model, tokens) for tokens in seen.tolist()])
     return Answers(
@@ -219,12 +225,17 @@ def _decode(
 ) -> tuple[KVState, float, int]:
     """Decode until all rows have ended: state, and seconds and tokens of the steps after step 1."""
     decoded = functools.partial(
-        decode, lm.model, lm.params, policy=policy, stop_tokens=request.stop_tokens
+        decode,
+        lm.model,
+        lm.params,
+        policy=policy,
+        stop_tokens=request.stop_tokens,
+        mesh=lm.mesh,
     )
     remaining = request.max_new_tokens - 1
     seconds, timed, warm = 0.0, 0, False
     while remaining and not all(row.done for row in rows):
-        state = dataclasses.replace(state, finished=jnp.asarray([row.done for row in rows]))
+        state = dataclasses.replace(state, finished=rows_done(rows, state))
         step_one = state.kept_slots is not None
         steps = 1 if step_one else CHUNK_STEPS
         if not (step_one or warm):
@@ -245,15 +256,8 @@ def _decode(
     return state, seconds, timed
 
 
-def _held(state: KVState) -> np.ndarray:
-    """[B] float64, tokens held: the mean over rankings, [B], [E, B] or [E, B, K]."""
-    held = np.asarray(state.num_held, np.float64)
-    rows = held.ndim // 2
-    return held.mean(axis=tuple(axis for axis in range(held.ndim) if axis != rows))
-
-
 def _push(rows: list[RowText], columns: np.ndarray, request: Request) -> None:
-    for row, tokens in zip(rows, columns.tolist(), strict=True):
+    for row, tokens in zip(rows, columns[: len(rows)].tolist(), strict=True):
         tokens = [] if row.done else [token for token in tokens if token != NO_TOKEN]
         row.push(tokens)
         row.done = row.done or (bool(tokens) and tokens[-1] in request.stop_tokens)

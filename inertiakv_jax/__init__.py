@@ -11,5 +11,6 @@ from inertiakv_jax.language_model import LanguageModel as LanguageModel
 from inertiakv_jax.policies import Policy as Policy
 from inertiakv_jax.prefilling import prefill as prefill
 from inertiakv_jax.sampling import Sampling as Sampling
+from inertiakv_jax.sharding import make_mesh as make_mesh
 from inertiakv_jax.state import KVState as KVState
 from inertiakv_jax.weights.load import load as load

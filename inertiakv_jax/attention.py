@@ -20,16 +20,21 @@ from inertiakv_jax.pallas_kernels.decode_attention.api import (
 from inertiakv_jax.scoring import SCORERS, Attended, LearnedParams
 from inertiakv_jax.sharding import (
     CACHE,
+    CONTEXT,
+    HEAD_PARTS,
     HEAD_ROW,
     HEAD_SLOTS,
-    HEADS,
-    MODEL,
+    KV_HEADS,
+    PARTIAL_HEAD_SCORES,
     PARTIAL_SCORES,
+    QUERY_HEADS,
     ROW,
     SCALAR,
     SLOTS,
     TOKEN_HEADS,
-    model_devices,
+    TOKEN_QUERIES,
+    group_parts,
+    head_parts,
 )
 from inertiakv_jax.state import PER_HEAD, SHARED
 
@@ -41,15 +46,28 @@ class Execution:
     Attributes:
       implementation: of the kernel: None takes the best for the device that is compiled for;
         "xla", "tpu" or "gpu" names one, which raises where it cannot run.
-      mesh: with axes "data" (rows) and "model" (heads), over which state and parameters lie; None
-        for one device. The kernel then runs on each device over its own rows and heads.
+      mesh: over which state and parameters lie, as ``sharding.layout`` cuts it; None for one
+        device. The kernel then runs on each device over its own rows and heads.
+      by_compiler: attention is left to the compiler's partitioner instead.
     """
 
     implementation: str | None = None
     mesh: Mesh | None = None
+    by_compiler: bool = False
 
     def __post_init__(self):
         check_implementation(self.implementation)
+
+    def of_full_cache(self) -> "Execution":
+        """For step 1: where devices divide the slots, too, the compiler merges each softmax."""
+        if self.mesh is None or self.mesh.shape[CONTEXT] == 1:
+            return self
+        return Execution("xla", self.mesh, by_compiler=True)
+
+    @property
+    def kernel_mesh(self) -> Mesh | None:
+        """Where each device runs the kernel over what it has."""
+        return None if self.by_compiler else self.mesh
 
 
 ON_THIS_MACHINE = Execution()
@@ -115,21 +133,23 @@ class DecodeCache:
         scored = eligible and self.increment is not None
         scorers = (self.ranking.scorer,) * scored + self.record * eligible
         slots = self._layer_slots(index) if eligible else self._ring_slots(layer)
+        grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
         attend = functools.partial(
-            _write_and_attend,
+            _attend_by_kv_head,
             scorers=scorers,
             num_heads=query.shape[2],
+            num_kv_heads=key.shape[2],
             per_head=self.ranking.retention == PER_HEAD,
             soft_cap=soft_cap,
             execution=self.execution,
         )
-        if self.execution.mesh is not None:
+        if self.execution.kernel_mesh is not None:
             attend = self._on_mesh(attend, slots)
         output, keys, values, scores = attend(
-            (query, key, value),
+            (grouped, key, value),
             (self.keys[layer], self.values[layer]),
             slots,
-            (self.row, self.seed, self.learned),
+            (self.row, self.seed, _by_kv_head(self.learned, key.shape[2])),
         )
         increment = self.increment
         if increment is not None and scored:
@@ -140,16 +160,19 @@ class DecodeCache:
             keys=_replace_at(self.keys, layer, keys),
             values=_replace_at(self.values, layer, values),
             increment=increment,
-            recorded=(*self.recorded, *scores[scored:]),
+            recorded=(*self.recorded, *map(self._recorded, scores[scored:])),
         )
-        return output, cache
+        return output.reshape(query.shape), cache
 
     @property
     def total_increment(self) -> Array:
         """The increment [..., S] of all heads: one sum over devices a step."""
         assert self.increment is not None
-        per_head = self.ranking.retention == PER_HEAD
-        return self.increment if per_head else self.increment.sum(axis=0)
+        return self.increment.sum(axis=0)
+
+    def _recorded(self, score: Array) -> Array:
+        """A score for ``recorded``: [B, K, S] or, of each device's heads, [devices, B, S]."""
+        return score.sum(axis=0) if self.ranking.retention == PER_HEAD else score
 
     def _layer_slots(self, index: int) -> tuple[Array, Array, Array]:
         """Slot, valid and positions of one eligible layer: [B] and [B, S], or with K."""
@@ -170,11 +193,22 @@ class DecodeCache:
         """``attend`` on every device, over its own rows and heads."""
         per_head = self.ranking.retention == PER_HEAD
         row, row_slots = (ROW, SLOTS) if slots[0].ndim == 1 else (HEAD_ROW, HEAD_SLOTS)
+        learned = self.learned and LearnedParams(query=QUERY_HEADS, key=KV_HEADS)  # pyright: ignore
         return jax.shard_map(
             attend,
-            mesh=self.execution.mesh,
-            in_specs=(TOKEN_HEADS, CACHE, (row, row_slots, row_slots), (ROW, SCALAR, HEADS)),
-            out_specs=(TOKEN_HEADS, CACHE, CACHE, HEAD_SLOTS if per_head else PARTIAL_SCORES),
+            mesh=self.execution.kernel_mesh,
+            in_specs=(
+                (TOKEN_QUERIES, TOKEN_HEADS, TOKEN_HEADS),
+                CACHE,
+                (row, row_slots, row_slots),
+                (ROW, SCALAR, learned),
+            ),
+            out_specs=(
+                TOKEN_QUERIES,
+                CACHE,
+                CACHE,
+                PARTIAL_HEAD_SCORES if per_head else PARTIAL_SCORES,
+            ),
             check_vma=False,  # a Pallas kernel does not say how its outputs vary
         )
 
@@ -182,21 +216,26 @@ class DecodeCache:
 def empty_increment(scores: Array, ranking: Ranking, execution: Execution) -> Array:
     """Zeros for ``DecodeCache.increment``: float32 like ``scores``.
 
-    Unless every kv head has its own ranking, with a leading axis over the devices that share the
-    heads, each of which adds up its own part.
+    With a leading axis over the devices that share the heads, or with a ranking for every kv head
+    over those that share its query heads: each adds up its own part.
     """
-    if ranking.retention == PER_HEAD:
-        return jnp.zeros_like(scores)
-    return jnp.zeros((model_devices(execution.mesh), *scores.shape), jnp.float32)
+    parts = group_parts if ranking.retention == PER_HEAD else head_parts
+    return jnp.zeros((parts(execution.kernel_mesh), *scores.shape), jnp.float32)
 
 
 def _add_score(increment: Array, score: Array, index: int, retention: str) -> Array:
     """Add the weighted score of the eligible layer ``index`` to its ranking."""
     if retention == SHARED:
         return increment + score
-    layer_axis = 0 if retention == PER_HEAD else 1
-    place = (slice(None),) * layer_axis + (index,)
-    return increment.at[place].set(score)
+    return increment.at[:, index].set(score)
+
+
+def _by_kv_head(learned: LearnedParams | None, num_kv_heads: int) -> LearnedParams | None:
+    """The weights for the queries as [K, G, D, features]."""
+    if learned is None:
+        return None
+    query = learned.query.reshape(num_kv_heads, -1, *learned.query.shape[1:])
+    return dataclasses.replace(learned, query=query)
 
 
 def ring_positions(newest: Array, window: int) -> Array:
@@ -213,6 +252,25 @@ def ring_positions(newest: Array, window: int) -> Array:
     return newest - (newest - jnp.arange(window, dtype=jnp.int32)[None]) % window
 
 
+def _attend_by_kv_head(token, cache, slots, scorer_inputs, **static):
+    """``_write_and_attend`` for queries [B, 1, K, G, D] and their learned weights [K, G, D, ...].
+
+    So both have an axis each for the devices to divide, of kv heads and of query heads of one.
+    """
+    (query, key, value), (row, seed, learned) = token, scorer_inputs
+    if learned is not None:
+        learned = dataclasses.replace(learned, query=_merged(learned.query, 0))
+    output, keys, values, scores = _write_and_attend(
+        (_merged(query, 2), key, value), cache, slots, (row, seed, learned), **static
+    )
+    return output.reshape(query.shape), keys, values, scores
+
+
+def _merged(x: Array, axis: int) -> Array:
+    """``x`` with the axis and the next one as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
 def _write_and_attend(
     token: tuple[Array, Array, Array],
     cache: tuple[Array, Array],
@@ -221,14 +279,16 @@ def _write_and_attend(
     *,
     scorers: tuple[str, ...],
     num_heads: int,
+    num_kv_heads: int,
     per_head: bool,
     soft_cap: float | None,
     execution: Execution,
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
     """One layer on one device: attention output, keys, values, and the score by each scorer.
 
-    ``num_heads`` counts the query heads of all devices. A score is [B, K, S] with ``per_head``,
-    else this device's part [1, B, S] of the mean over heads.
+    ``num_heads`` and ``num_kv_heads`` count those of all devices. A score is this device's part of
+    the mean over heads [1, B, S], or with ``per_head`` over the query heads of each kv head
+    [1, B, K, S].
     """
     (query, key, value), (keys, values), (slot, valid, positions) = token, cache, slots
     keys = _write_token(keys, key[:, 0], slot)
@@ -253,12 +313,15 @@ def _write_and_attend(
         mass=mass,
         seed=seed,
         learned=learned,
-        heads_axis=None if execution.mesh is None else MODEL,
+        num_kv_heads=num_kv_heads,
+        heads_axes=() if execution.kernel_mesh is None else HEAD_PARTS,
     )
     scores = tuple(SCORERS[name].score(layer) for name in scorers)
-    if not per_head:
-        num_kv_heads = num_heads // layer.group
-        scores = tuple(score.sum(axis=1)[None] / num_kv_heads for score in scores)
+    copies = num_heads // num_kv_heads // layer.group  # devices that have this kv head
+    if per_head:
+        scores = tuple(score[None] / copies for score in scores)
+    else:
+        scores = tuple(score.sum(axis=1)[None] / (num_kv_heads * copies) for score in scores)
     return output[:, None], keys, values, scores
 
 

@@ -20,6 +20,7 @@ from inertiakv_jax.attention import (
 )
 from inertiakv_jax.budget import tokens_kept_of_seen
 from inertiakv_jax.policy import Knobs, Policy, check_policy
+from inertiakv_jax.sharding import layout
 from inertiakv_jax.shrinking import drop, shrink
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
@@ -61,7 +62,7 @@ def step(
     Source: arXiv 2609.03515 sections 3.1, 3.2, appendix E.
     """
     check_policy(policy)
-    execution = Execution(implementation, mesh)
+    execution = Execution(implementation, layout(mesh, model))
     knobs = policy.knobs(model)
     take = functools.partial(
         first_step if state.kept_slots is not None else later_step,
@@ -175,7 +176,9 @@ def first_step(
 ) -> tuple[KVState, Array]:
     """Step 1: attend to the whole prompt, evict down to the budget, shrink the cache."""
     state, cache, active, logits = insert_and_attend(
-        model, params, state, token, knobs, ranking, rescore=True, execution=execution
+        *(model, params, state, token, knobs, ranking),
+        rescore=True,
+        execution=execution.of_full_cache(),
     )
     aged = aggregation.aggregate(state.scores, cache.total_increment, knobs.decay)
     scores = jnp.where(state.per_ranking(active)[..., None], aged, state.scores)

@@ -20,7 +20,7 @@ from inertiakv_jax.decode_step import (
 )
 from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.sampling import Sampling, sample
-from inertiakv_jax.sharding import check_mesh
+from inertiakv_jax.sharding import check_batch, layout, on_mesh, state_shardings
 from inertiakv_jax.state import KVState, ranking_shape
 from inertiakv_jax.typing import Model, Params
 
@@ -69,8 +69,8 @@ def decode(
         price of a second cache.
       implementation: static, of the attention kernel: "xla", "tpu" or "gpu", which raises where it
         cannot run; None takes the best for the device.
-      mesh: static, with axes "data" and "model" that divide B and K: devices over which the state's
-        rows and kv heads lie. None for one device.
+      mesh: static, as of ``load``: devices over which the state's rows and heads are laid. Axis
+        "data" must divide B. None for one device.
 
     Returns:
       state: after the steps.
@@ -87,8 +87,10 @@ def decode(
     first_token = jnp.asarray(first_token, jnp.int32)
     limit = steps if limit is None else limit
     _check_decode(model, state, first_token, policy, steps, limit)
-    execution = Execution(implementation, mesh)
-    check_mesh(mesh, state.next_position.shape[0], model.num_kv_heads)
+    check_batch(mesh, state.next_position.shape[0])
+    execution = Execution(implementation, layout(mesh, model))
+    if execution.mesh is not None:
+        state = jax.device_put(state, state_shardings(state, execution.mesh))
     knobs = policy.knobs(model)
     choice = _Choice(sampling, key, jnp.asarray(tuple(stop_tokens), jnp.int32))
     limit = jnp.asarray(limit, jnp.int32)
@@ -170,12 +172,14 @@ def _decode_loop(
         )
         return (state, token), emitted
 
+    state = on_mesh(state, execution.mesh)
     (state, _), tokens = jax.lax.scan(iteration, (state, token), jnp.arange(steps, dtype=jnp.int32))
     return state, tokens.T
 
 
 def _decode_first_step(model, params, state, token, knobs, choice, *, ranking, execution):
     state, logits = first_step(model, params, state, token, knobs, ranking, execution=execution)
+    state = on_mesh(state, execution.mesh)
     state, emitted = choice(state, logits)
     return state, emitted[:, None]
 

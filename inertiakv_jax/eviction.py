@@ -70,7 +70,7 @@ def evict_lowest(
       protect_first: as in ``evictable``.
       protect_recent: likewise.
       implementation: static, "xla" for plain JAX; else the kernel where there is one.
-      mesh: static, the devices that rows and, where each has its own ranking, heads lie on.
+      mesh: static, the layout that rows and, where each has its own ranking, heads lie on.
 
     Returns:
       scores and positions, 0 and -1 in the slot that was freed.

@@ -17,7 +17,7 @@ from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import prefill
-from inertiakv_jax.prompt_input import check_lengths
+from inertiakv_jax.prompt_input import check_lengths, filled_up
 from inertiakv_jax.sampling import Sampling, sample
 from inertiakv_jax.state import KVState
 from inertiakv_jax.text import Prompt, RowText, encode_prompts, with_repetition
@@ -64,7 +64,8 @@ class GenerationOutput:
       texts: continuation of each row, without special tokens, cut before a stop string.
       tokens: token ids of each row, a stop token included.
       stats: what it cost.
-      state: the cache at the end, for a look at what was kept.
+      state: the cache at the end, for a look at what was kept. Behind the prompts' rows may come
+        others, which were added for the axis "data" of the mesh to divide them.
     """
 
     texts: list[str]
@@ -183,10 +184,10 @@ class _Run:
         state, logits = prefill(
             self.lm.model,
             self.lm.params,
-            prompts,
-            lengths,
+            *filled_up(prompts, lengths, self.lm.mesh),
             self.policy,
             max_new_tokens=max_new_tokens,
+            mesh=self.lm.mesh,
         )
         token = sample(logits, self.sampling, self.key, state.step)
         _check_finite(state)
@@ -196,8 +197,7 @@ class _Run:
 
         remaining, timed_tokens, timed_s, warm = max_new_tokens - 1, 0, 0.0, False
         while remaining and not all(row.done for row in self.rows):
-            done = jnp.asarray([row.done for row in self.rows])
-            state = dataclasses.replace(state, finished=done)
+            state = dataclasses.replace(state, finished=rows_done(self.rows, state))
             step_one = state.kept_slots is not None
             if not (step_one or warm):
                 state, _ = self._decode(state, token, CHUNK_STEPS, 0)  # compiles
@@ -231,11 +231,13 @@ class _Run:
             key=self.key,
             stop_tokens=self.stop_tokens,
             implementation=self.implementation,
+            mesh=self.lm.mesh,
         )
 
     def _push(self, columns: np.ndarray) -> list[str]:
         """Hand [B, steps] tokens to the rows; a row is done at its stop token."""
         texts = []
+        columns = columns[: len(self.rows)]
         for row, tokens in zip(self.rows, columns.tolist(), strict=True):
             tokens = [] if row.done else [token for token in tokens if token != NO_TOKEN]
             texts.append(row.push(tokens))
@@ -245,9 +247,9 @@ class _Run:
     def _output(
         self, state: KVState, lengths: np.ndarray, prefill_s: float, rate: float
     ) -> GenerationOutput:
-        seen, model = np.asarray(state.next_position), self.lm.model
-        held = np.asarray(state.num_held, np.float64)  # [B], [E, B] or [E, B, K]
-        held = held.mean(axis=tuple(axis for axis in range(held.ndim) if axis != held.ndim // 2))
+        model = self.lm.model
+        seen = np.asarray(state.next_position)[: len(lengths)]
+        held = held_tokens(state)[: len(lengths)]
         kept = np.rint(held).astype(int)
         token_bytes = policies.kv_bytes_per_token(model)
         window_bytes = sum(window_kv_bytes(model, tokens) for tokens in seen.tolist())
@@ -268,6 +270,20 @@ class _Run:
             stats=stats,
             state=state,
         )
+
+
+def rows_done(rows: Sequence[RowText], state: KVState) -> Array:
+    """[B] bool for ``KVState.finished``: the rows that are done, and those that were added."""
+    done = np.ones(state.finished.shape, np.bool_)
+    done[: len(rows)] = [row.done for row in rows]
+    return jnp.asarray(done)
+
+
+def held_tokens(state: KVState) -> np.ndarray:
+    """[B] float64, tokens held: the mean over rankings, [B], [E, B] or [E, B, K]."""
+    held = np.asarray(state.num_held, np.float64)
+    rows = held.ndim // 2
+    return held.mean(axis=tuple(axis for axis in range(held.ndim) if axis != rows))
 
 
 def _resolve_policy(policy: str | Policy, ratio: float | None) -> Policy:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.typing import Model, Params
 
@@ -16,11 +18,12 @@ class LanguageModel:
 
     Attributes:
         model: the decoder (``models.decoder.DecoderModel``); hashable, static under jit.
-        params: its parameters, a nested dict of arrays on the default device.
+        params: its parameters, a nested dict of arrays on the default device or over ``mesh``.
         tokenizer: a fast tokenizer of transformers.
         config: sizes and constants of the decoder.
         eos_token_ids: tokens that end a text, in order of declaration; may be empty.
         name: what ``load`` was given.
+        mesh: devices that share each step, as ``load`` was given it; None for one.
     """
 
     model: Model
@@ -29,6 +32,7 @@ class LanguageModel:
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     name: str
+    mesh: Mesh | None = None
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Render a chat with the model's own template, up to where its answer begins.

@@ -67,26 +67,27 @@ def nothing_observed(
 
 
 def observe_mass(
-    seen: ObservedMass,
     query: Array,
     keys: Array,
     normalizer: tuple[Array, Array],
     wanted: Array,
     offset: Array,
     soft_cap: float | None,
-) -> ObservedMass:
-    """Add what the wanted queries of a chunk attend to: a second pass over the keys, if any is.
+) -> Array:
+    """What the wanted queries of a chunk attend to: a second pass over the keys, if any is.
 
     Args:
-      seen: notes so far.
       query: [B, C, N, D].
       keys: [B, K, S, D].
       normalizer: softmax maximum and sum of each query, as of ``chunk_attention``.
       wanted: [B, C] bool.
-      offset: [] int32, position of the first query.
+      offset: [] int32, position of the first query, counted from that of the first key.
       soft_cap: as of ``chunk_attention``.
+
+    Returns:
+      [B, K, S] float32, probability summed over queries and group.
     """
-    batch, chunk, num_heads, _ = query.shape
+    _, chunk, num_heads, _ = query.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     rows, (maximum, total) = query_rows(query, num_kv_heads), normalizer
@@ -100,11 +101,12 @@ def observe_mass(
         added = jnp.sum(probability, axis=2)
         zero = jnp.zeros_like(index)  # a literal 0 is int64 under jax_enable_x64
         start = (zero, zero, index * chunk)
-        old = jax.lax.dynamic_slice(mass, start, (batch, num_kv_heads, chunk))
-        return jax.lax.dynamic_update_slice(mass, old + added, start)
+        return jax.lax.dynamic_update_slice(mass, added, start)
 
-    blocks = jnp.where(jnp.any(wanted), offset // chunk + 1, 0)
-    return ObservedMass(mass=jax.lax.fori_loop(0, blocks, observe_block, seen.mass))
+    blocks = jnp.clip(offset // chunk + 1, 0, keys.shape[2] // chunk)
+    blocks = jnp.where(jnp.any(wanted), blocks, 0)
+    nothing = jnp.zeros(keys.shape[:3], jnp.float32)
+    return jax.lax.fori_loop(0, blocks, observe_block, nothing)
 
 
 def observe_moments(

@@ -1,14 +1,17 @@
 """The cache while a prompt is read: chunks of queries over blocks of keys."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from inertiakv_jax.numerics import MASK_VALUE
 from inertiakv_jax.observation import (
     Observed,
+    ObservedMass,
     ObservedMoments,
     Observing,
     block,
@@ -16,6 +19,18 @@ from inertiakv_jax.observation import (
     observe_mass,
     observe_moments,
     query_rows,
+)
+from inertiakv_jax.sharding import (
+    CACHE,
+    CONTEXT,
+    FULL_CACHE,
+    FULL_HEAD_SLOTS,
+    GROUP,
+    ROW,
+    SCALAR,
+    SLOTS,
+    TOKEN_HEADS,
+    TOKEN_QUERIES,
 )
 
 
@@ -38,6 +53,8 @@ class PrefillCache:
     rotary: tuple[Array, Array] | None = None  # [B, C, 1, D / 2] float32, to undo the rotation
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True}, default=())
     observing: Observing | None = dataclasses.field(metadata={"static": True}, default=None)
+    mesh: Mesh | None = dataclasses.field(metadata={"static": True}, default=None)
+    """A layout (``sharding.layout``); None for one device."""
 
     def attend(
         self,
@@ -50,44 +67,112 @@ class PrefillCache:
     ) -> tuple[Array, "PrefillCache"]:
         """Write a chunk and attend to it and all before it. Shapes as in ``AttentionCache``."""
         window = self.windows[layer]
-        keys = self._write(self.keys[layer], key, ring=window is not None)
-        values = self._write(self.values[layer], value, ring=window is not None)
-        output, normalizer = chunk_attention(
-            query, keys, values, self.offset, window=window, soft_cap=soft_cap
+        index = sum(window is None for window in self.windows[:layer])
+        observed = self.observed[index] if self.observing is not None and window is None else None
+        mass = observed.mass if isinstance(observed, ObservedMass) else None
+        grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
+        attend = self._on_mesh(
+            functools.partial(_write_and_attend, window=window, soft_cap=soft_cap),
+            window,
+            observes=mass is not None,
         )
-        observed = self.observed
-        if self.observing is not None and window is None:
-            index = sum(window is None for window in self.windows[:layer])
-            seen = self._observe(observed[index], query, keys, normalizer, soft_cap)
-            observed = _replace_at(observed, index, seen)
+        output, keys, values, mass = attend(
+            (grouped, key, value),
+            (self.keys[layer], self.values[layer]),
+            (self.offset, self.lengths),
+            None if mass is None else (mass, self._wanted(query)),
+        )
+        if isinstance(observed, ObservedMoments):
+            assert self.rotary is not None
+            observed = observe_moments(observed, query, self.rotary, self._wanted(query))
+        elif mass is not None:
+            observed = ObservedMass(mass)
         cache = dataclasses.replace(
             self,
             keys=_replace_at(self.keys, layer, keys),
             values=_replace_at(self.values, layer, values),
-            observed=observed,
+            observed=self.observed
+            if observed is None
+            else _replace_at(self.observed, index, observed),
         )
-        return output, cache
+        return output.reshape(query.shape), cache
 
-    def _write(self, cache: Array, chunk: Array, *, ring: bool) -> Array:
-        chunk = chunk.swapaxes(1, 2)
-        place = self.offset % cache.shape[2] if ring else self.offset
-        zero = jnp.zeros_like(place)  # a literal 0 is int64 under jax_enable_x64
-        start = (zero, zero, place, zero)
-        if ring:
-            # A row that has ended must not lose its window to the padding behind it.
-            old = jax.lax.dynamic_slice(cache, start, chunk.shape)
-            going_on = (self.offset < self.lengths)[:, None, None, None]
-            chunk = jnp.where(going_on, chunk, old)
-        return jax.lax.dynamic_update_slice(cache, chunk, start)
-
-    def _observe(self, seen, query, keys, normalizer, soft_cap) -> Observed:
+    def _wanted(self, query: Array) -> Array:
+        """[B, C] bool, the queries that are observed."""
         assert self.observing is not None
         positions = self.offset + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
-        wanted = self.observing.queries(positions, self.lengths[:, None])
-        if isinstance(seen, ObservedMoments):
-            assert self.rotary is not None
-            return observe_moments(seen, query, self.rotary, wanted)
-        return observe_mass(seen, query, keys, normalizer, wanted, self.offset, soft_cap)
+        return self.observing.queries(positions, self.lengths[:, None])
+
+    def _on_mesh(self, attend, window: int | None, *, observes: bool):
+        """``attend`` on every device, over its own rows and heads, and its slots of ``CONTEXT``."""
+        if self.mesh is None:
+            return attend
+        axes = {"group_axis": GROUP, "context_axis": CONTEXT if window is None else None}
+        cache = FULL_CACHE if window is None else CACHE
+        return jax.shard_map(
+            functools.partial(attend, **axes),
+            mesh=self.mesh,
+            in_specs=(
+                (TOKEN_QUERIES, TOKEN_HEADS, TOKEN_HEADS),
+                cache,
+                (SCALAR, ROW),
+                (FULL_HEAD_SLOTS, SLOTS) if observes else None,
+            ),
+            out_specs=(TOKEN_QUERIES, cache, cache, FULL_HEAD_SLOTS if observes else None),
+            check_vma=False,  # what is merged is the same everywhere; loops do not say so
+        )
+
+
+def _write_and_attend(
+    token: tuple[Array, Array, Array],
+    cache: tuple[Array, Array],
+    where: tuple[Array, Array],
+    observe: tuple[Array, Array] | None,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+    group_axis: str | None = None,
+    context_axis: str | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """One layer on one device: attention output [B, C, K, G, D], keys, values, observed mass.
+
+    ``where`` is the chunk's offset and the rows' lengths; ``observe`` the mass so far and which
+    queries add to it.
+    """
+    (grouped, key, value), (offset, lengths) = token, where
+    query = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
+    if context_axis is not None:  # from here on counted from the first slot on this device
+        offset = offset - jax.lax.axis_index(context_axis) * cache[0].shape[2]
+    going_on = offset < lengths if window is not None else None
+    keys = _write_chunk(cache[0], key, offset, going_on)
+    values = _write_chunk(cache[1], value, offset, going_on)
+    output, normalizer = chunk_attention(
+        query, keys, values, offset, window=window, soft_cap=soft_cap, context_axis=context_axis
+    )
+    mass = None
+    if observe is not None:
+        mass, wanted = observe
+        added = observe_mass(query, keys, normalizer, wanted, offset, soft_cap)
+        mass = mass + (added if group_axis is None else jax.lax.psum(added, group_axis))
+    return output.reshape(grouped.shape), keys, values, mass
+
+
+def _write_chunk(cache: Array, chunk: Array, offset: Array, going_on: Array | None) -> Array:
+    """Put a [B, C, K, D] chunk at position ``offset`` of [B, K, S, D].
+
+    With ``going_on`` [B] into a ring, where a row that has ended must not lose its window to the
+    padding behind it; else nowhere, if its place is not among the slots.
+    """
+    chunk, slots = chunk.swapaxes(1, 2), cache.shape[2]
+    if going_on is None:
+        place = jnp.clip(offset, 0, slots - chunk.shape[2])
+        written = (place == offset).reshape(1, 1, 1, 1)
+    else:
+        place, written = offset % slots, going_on[:, None, None, None]
+    zero = jnp.zeros_like(place)  # a literal 0 is int64 under jax_enable_x64
+    start = (zero, zero, place, zero)
+    old = jax.lax.dynamic_slice(cache, start, chunk.shape)
+    return jax.lax.dynamic_update_slice(cache, jnp.where(written, chunk, old), start)
 
 
 def chunk_attention(
@@ -98,6 +183,7 @@ def chunk_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    context_axis: str | None = None,
 ) -> tuple[Array, tuple[Array, Array]]:
     """Causal attention of a chunk of queries to a cache, one block of keys at a time.
 
@@ -112,6 +198,8 @@ def chunk_attention(
       offset: [] int32, a multiple of C.
       window: static; a query attends to this many positions, its own the last. None: to all.
       soft_cap: static; logits x become soft_cap * tanh(x / soft_cap).
+      context_axis: static, mesh axis over which the text's slots are split, inside
+        ``jax.shard_map``: offset counts from the first one here, and may lie beyond them.
 
     Returns:
       [B, C, N, D] in the dtype of ``query``, and the softmax's maximum and sum of each query,
@@ -129,9 +217,10 @@ def chunk_attention(
         maximum, total, output = carry
         value = block(values, index, chunk)
         logits = block_logits(rows, block(keys, index, chunk), soft_cap)
-        if window is not None:
+        if mask is None and (window is not None or context_axis is not None):
             distance = apart + (offset - index * chunk)
-            mask = ((distance >= 0) & (distance < window))[None, None]
+            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            mask = mask[None, None]
         if mask is not None:
             logits = jnp.where(mask, logits, MASK_VALUE)
         new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=-1, keepdims=True))
@@ -153,12 +242,25 @@ def chunk_attention(
         jnp.zeros((*shape[:3], head_dim), jnp.float32),
     )
     last = offset // chunk
-    first = 0 if window is None else jnp.maximum(offset - (window - 1), 0) // chunk
-    carry = jax.lax.fori_loop(first, last, attend_block, carry)
-    maximum, total, output = attend_block(last, carry, mask=causal[None, None])
+    if context_axis is not None:
+        blocks = jnp.clip(last + 1, 0, keys.shape[2] // chunk)
+        carry = jax.lax.fori_loop(0, blocks, attend_block, carry)
+        maximum, total, output = _merge(carry, context_axis)
+    else:
+        first = 0 if window is None else jnp.maximum(offset - (window - 1), 0) // chunk
+        carry = jax.lax.fori_loop(first, last, attend_block, carry)
+        mask = causal if window is None else causal & (apart < window)
+        maximum, total, output = attend_block(last, carry, mask=mask[None, None])
     output = (output / total).reshape(batch, num_kv_heads, group, chunk, head_dim)
     output = output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
     return output, (maximum, total)
+
+
+def _merge(part: tuple[Array, Array, Array], axis: str) -> tuple[Array, Array, Array]:
+    """Running maximum, sum and output of one softmax whose keys are on several devices."""
+    maximum = jax.lax.pmax(part[0], axis)
+    share = jnp.exp(part[0] - maximum)
+    return maximum, jax.lax.psum(part[1] * share, axis), jax.lax.psum(part[2] * share, axis)
 
 
 def _replace_at(leaves: tuple, index: int, leaf) -> tuple:

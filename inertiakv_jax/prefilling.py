@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
 
 from inertiakv_jax import state as kv_state
 from inertiakv_jax.attention import ring_positions
@@ -16,6 +17,7 @@ from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.prefill_attention import PrefillCache
 from inertiakv_jax.prompt_input import checked_prompts, checked_rows, is_prompt
 from inertiakv_jax.prompt_thinning import observing_of, rank, thin_out_prompt
+from inertiakv_jax.sharding import CONTEXT, TOKENS, check_batch, layout, state_shardings
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
@@ -32,6 +34,7 @@ def prefill(
     *,
     max_new_tokens: int | None = None,
     rows: Sequence[int] | np.ndarray | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[KVState, Array]:
     """Run the prompts through the model and keep every key and value.
 
@@ -51,6 +54,8 @@ def prefill(
         must have room.
       rows: [B] ints from 0 on, a number for each row, which random evictions are drawn for; None
         numbers them 0 .. B-1. Give a row's own to have it evict as in another batch.
+      mesh: static, as of ``load``: devices over which the state is laid, its slots over axis
+        "context" up to decode step 1. Axis "data" must divide B. None for one device.
 
     Returns:
       state: ready for decode step 1, S > T slots.
@@ -64,7 +69,10 @@ def prefill(
     Source: arXiv 2609.03515 section 3.1; chunking is ours.
     """
     read = read_prompts(
-        model, params, tokens, lengths, [policy], max_new_tokens=max_new_tokens, rows=rows
+        *(model, params, tokens, lengths, [policy]),
+        max_new_tokens=max_new_tokens,
+        rows=rows,
+        mesh=mesh,
     )
     return start(model, params, read, policy, max_new_tokens=max_new_tokens), read.logits
 
@@ -79,6 +87,7 @@ class ReadPrompts:
       tokens: [B, S] int32, the prompts, padded.
       lengths: [B] int32, tokens of each row.
       observed: what was noted of the prompts' queries, by layer.
+      mesh: the layout over which the state lies (``sharding.layout``); None for one device.
     """
 
     state: KVState
@@ -86,6 +95,7 @@ class ReadPrompts:
     tokens: np.ndarray
     lengths: np.ndarray
     observed: tuple[Observed, ...]
+    mesh: Mesh | None = None
 
 
 def read_prompts(
@@ -98,6 +108,7 @@ def read_prompts(
     max_new_tokens: int | None = None,
     rows: Sequence[int] | np.ndarray | None = None,
     least_slots: int = 0,
+    mesh: Mesh | None = None,
 ) -> ReadPrompts:
     """Read prompts once for several policies; ``start`` goes on with each.
 
@@ -107,24 +118,29 @@ def read_prompts(
     """
     for policy in policies:
         check_policy(policy)
+    mesh = layout(mesh, model)
     (observing,) = {observing_of(policy) for policy in policies}
     tokens, lengths = checked_prompts(model, tokens, lengths, max_new_tokens)
+    check_batch(mesh, len(lengths))
     for policy in policies:
         policy.budgets(lengths, model)
         if policy.prefill is not None:
             policy.prefill.check(lengths, model)
     needed = (full_slots(model, policy, lengths, max_new_tokens) for policy in policies)
     slots = max(least_slots, *needed)
-    chunk = CHUNK if slots % CHUNK == 0 else 64
+    parts = 1 if mesh is None else mesh.shape[CONTEXT]
+    if parts > 1:  # each device's part has whole chunks
+        slots = parts * _full_slots(-(-slots // parts))
+    chunk = CHUNK if slots // parts % CHUNK == 0 else 64
     padded = np.zeros((len(lengths), slots), np.int32)
     longest = int(lengths.max())
     padded[:, :longest] = np.where(is_prompt(tokens, lengths), tokens, 0)[:, :longest]
     state, logits, observed = _prefill(
-        model, params, padded, lengths, chunk=chunk, observing=observing
+        model, params, padded, lengths, chunk=chunk, observing=observing, mesh=mesh
     )
     if rows is not None:
         state = dataclasses.replace(state, row=checked_rows(rows, len(lengths)))
-    return ReadPrompts(state, logits, padded, lengths, observed)
+    return ReadPrompts(state, logits, padded, lengths, observed, mesh)
 
 
 def full_slots(
@@ -178,7 +194,8 @@ def start(
             donate=donate,
         )
     # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
-    return dataclasses.replace(state, kept_slots=kept_slots)
+    state = dataclasses.replace(state, kept_slots=kept_slots)
+    return state if read.mesh is None else jax.device_put(state, state_shardings(state, read.mesh))
 
 
 def _most_kept(model, policy, lengths, max_new_tokens) -> int:
@@ -214,8 +231,8 @@ def _full_slots(tokens: int) -> int:
 
 
 # A module-level jit: one cache of programs for the life of the process.
-@functools.partial(jax.jit, static_argnames=("model", "chunk", "observing"))
-def _prefill(model, params, tokens, lengths, *, chunk, observing):
+@functools.partial(jax.jit, static_argnames=("model", "chunk", "observing", "mesh"))
+def _prefill(model, params, tokens, lengths, *, chunk, observing, mesh=None):
     batch, slots = tokens.shape
     windows = model.sliding_windows
 
@@ -226,8 +243,14 @@ def _prefill(model, params, tokens, lengths, *, chunk, observing):
         positions = jnp.broadcast_to(offset + within, (batch, chunk))
         chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
         rotary = model.rotary(positions) if observing is not None and observing.moments else None
+        if mesh is not None:
+            spread = NamedSharding(mesh, TOKENS)
+            chunk_tokens = jax.lax.with_sharding_constraint(chunk_tokens, spread)
         cache = PrefillCache(
-            keys, values, offset, lengths, observed, rotary, windows=windows, observing=observing
+            *(keys, values, offset, lengths, observed, rotary),
+            windows=windows,
+            observing=observing,
+            mesh=mesh,
         )
         hidden, cache = model.hidden(params, chunk_tokens, positions, cache)
         place = lengths - 1 - offset

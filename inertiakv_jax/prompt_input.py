@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import Mesh
 
+from inertiakv_jax.sharding import missing_rows
 from inertiakv_jax.typing import Model
 
 
@@ -71,3 +73,11 @@ def checked_rows(rows: Sequence[int] | np.ndarray, batch: int) -> Array:
     if rows.shape != (batch,) or not np.issubdtype(rows.dtype, np.integer) or rows.min() < 0:
         raise ValueError(f"rows must be {batch} integers from 0 on, got {rows.dtype} {rows}")
     return jnp.asarray(rows % 2**31, jnp.int32)
+
+
+def filled_up(
+    tokens: np.ndarray, lengths: np.ndarray, mesh: Mesh | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts [B, T] and lengths [B], the last one repeated until axis "data" divides them."""
+    added = missing_rows(mesh, len(lengths))
+    return np.pad(tokens, ((0, added), (0, 0)), "edge"), np.pad(lengths, (0, added), "edge")

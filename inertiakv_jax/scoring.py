@@ -37,8 +37,10 @@ class Attended:
     mass: Array | None  # [B, K, S] float32, attention probability summed over each group of heads
     seed: Array | None = None  # [] uint32, of random scores
     learned: LearnedParams | None = None
-    heads_axis: str | None = dataclasses.field(metadata={"static": True}, default=None)
-    """Mesh axis over which heads are split, inside ``jax.shard_map``."""
+    num_kv_heads: int | None = dataclasses.field(metadata={"static": True}, default=None)
+    """Of all devices; None: those that are here."""
+    heads_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
+    """Mesh axes over which heads are split, inside ``jax.shard_map``."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,7 +61,7 @@ class Attended:
 
     def sum_devices(self, x: Array) -> Array:
         """Sum of ``x`` over the devices that share the heads."""
-        return x if self.heads_axis is None else jax.lax.psum(x, self.heads_axis)
+        return jax.lax.psum(x, self.heads_axes) if self.heads_axes else x
 
     def masked(self, x: Array) -> Array:
         """[B, K, S] with 0 in dead slots."""
@@ -153,8 +155,8 @@ def learned(layer: Attended) -> Array:
     query = layer.sum_devices(query) * features**-0.5
     direction = jnp.einsum("bf,kdf->bkd", query, weights.key)
     score = jnp.einsum("bkd,bksd->bks", direction, layer.keys.astype(jnp.float32))
-    heads = layer.sum_devices(jnp.float32(layer.shape[1]))  # the mean over K must be the sum
-    return layer.masked(score * heads)
+    heads = layer.num_kv_heads or layer.shape[1]  # the mean over K must be the sum
+    return layer.masked(score * float(heads))
 
 
 @dataclasses.dataclass(frozen=True)

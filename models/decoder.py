@@ -6,6 +6,7 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.models.experts import ExpertsMLP
@@ -32,6 +33,7 @@ class DecoderModel:
       dtype: of parameters, activations, keys and values: "float32" or "bfloat16".
       quantization: "int8": the projections of every layer have int8 weights with one scale per
         output; None: they are of ``dtype`` like the rest.
+      mesh: devices over which experts are split; None for one, or where there are none.
 
     Example:
       >>> import jax
@@ -45,6 +47,7 @@ class DecoderModel:
     config: ModelConfig
     dtype: str = "float32"
     quantization: str | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self):
         if self.quantization not in (None, "int8"):
@@ -85,7 +88,7 @@ class DecoderModel:
     @property
     def module(self) -> "Decoder":
         """The Flax module."""
-        return Decoder(self.config, jnp.dtype(self.dtype), self.quantization == "int8")
+        return Decoder(self.config, jnp.dtype(self.dtype), self.quantization == "int8", self.mesh)
 
     def hidden(
         self, params: Params, tokens: Array, positions: Array, cache: CacheT
@@ -112,12 +115,15 @@ class Decoder(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype
     int8: bool = False
+    mesh: Mesh | None = None
 
     def setup(self):
         """Declare the parts; their names are the parameter paths."""
         config, dtype = self.config, self.dtype
         self.embed = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype)
-        self.layers = [Block(config, dtype, self.int8, i) for i in range(config.num_layers)]
+        self.layers = [
+            Block(config, dtype, self.int8, self.mesh, i) for i in range(config.num_layers)
+        ]
         self.final_norm = _norm(config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.vocab_size, dtype, bias=False)
@@ -158,6 +164,7 @@ class Block(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype
     int8: bool
+    mesh: Mesh | None
     layer: int
 
     @nn.compact
@@ -167,7 +174,7 @@ class Block(nn.Module):
         norm = partial(_norm, config, dtype)
         attention = Attention(config, dtype, self.int8, self.layer, name="attention")
         if config.experts is not None and config.has_experts(self.layer):
-            mlp = ExpertsMLP(config, config.experts, dtype, self.int8, name="mlp")
+            mlp = ExpertsMLP(config, config.experts, dtype, self.int8, self.mesh, name="mlp")
         else:
             mlp = GatedMLP(config, dtype, self.int8, name="mlp")
         attended, cache = attention(norm(name="input_norm")(hidden), rotation, cache)

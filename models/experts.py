@@ -1,15 +1,18 @@
 """A mixture of experts in place of the MLP: each token goes to the few its router likes best."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from inertiakv_jax.config import ExpertsConfig, ModelConfig
 from inertiakv_jax.models.layers import ACTIVATIONS, int8_kernel, linear
+from inertiakv_jax.sharding import CONTEXT, DATA, expert_layout
 
 TILE_ROWS = 16  # rows that an expert is multiplied with at a time where many are routed to it
 
@@ -25,35 +28,32 @@ class ExpertsMLP(nn.Module):
     """The MLPs of the chosen experts, added up with the router's weights.
 
     No token is dropped, whatever an expert's load: rows are sorted by expert, and each expert is
-    multiplied with its own run of rows.
+    multiplied with its own run of rows. On a mesh every device does so with its own experts, for
+    all tokens that it shares, and the parts are added up.
     """
 
     config: ModelConfig
     experts: ExpertsConfig
     dtype: jnp.dtype
     int8: bool = False
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
         """Map [..., H] to [..., H]."""
         config, experts = self.config, self.experts
-        tokens = hidden.reshape(-1, config.hidden_size)
-        logits = linear(experts.num_experts, self.dtype, bias=False, name="router")(tokens)
+        logits = linear(experts.num_experts, self.dtype, bias=False, name="router")(hidden)
         weights, chosen = route(logits, experts)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)  # [tokens * chosen], by expert
-        sizes = jnp.bincount(chosen.reshape(-1), length=experts.num_experts).astype(jnp.int32)
         width = config.hidden_size, experts.intermediate_size
-        outputs = grouped_mlp(
-            tokens[order // experts.num_per_token],
-            sizes,
-            self._kernels("gate_proj", *width),
-            self._kernels("up_proj", *width),
-            self._kernels("down_proj", *reversed(width)),
-            config.activation,
-        )
-        outputs = outputs[jnp.argsort(order)].reshape(*chosen.shape, config.hidden_size)
-        mixed = jnp.sum(outputs.astype(jnp.float32) * weights[..., None], axis=-2)
-        return mixed.astype(self.dtype).reshape(hidden.shape)
+        kernels = {
+            "gate_proj": self._kernels("gate_proj", *width),
+            "up_proj": self._kernels("up_proj", *width),
+            "down_proj": self._kernels("down_proj", *reversed(width)),
+        }
+        mix = partial(_mix, activation=config.activation)
+        if self.mesh is not None:
+            mix = _on_mesh(mix, self.mesh, experts, hidden.shape, int8=self.int8)
+        return mix(hidden, weights, chosen, kernels).astype(self.dtype)
 
     def _kernels(self, name: str, inputs: int, features: int) -> Kernels:
         shape = self.experts.num_experts, inputs, features
@@ -76,15 +76,85 @@ class ExpertKernels(nn.Module):
         return Kernels(self.param("kernel", initial, self.shape, self.dtype), None)
 
 
+def _mix(
+    hidden: Array,
+    weights: Array,
+    chosen: Array,
+    kernels: dict[str, Kernels],
+    *,
+    activation: str,
+    experts_axis: str | None = None,
+    sum_axes: tuple[str, ...] = (),
+) -> Array:
+    """What the experts that are here add to [..., H], float32; summed over ``sum_axes``.
+
+    ``weights`` and ``chosen`` [..., chosen] name experts of all devices.
+    """
+    here = kernels["gate_proj"].values.shape[0]
+    if experts_axis is not None:
+        chosen = chosen - jax.lax.axis_index(experts_axis) * here
+    mine = (chosen >= 0) & (chosen < here)
+    expert = jnp.where(mine, chosen, here).reshape(-1)  # [tokens * chosen]
+    order = jnp.argsort(expert, stable=True)  # by expert, those of other devices last
+    sizes = jnp.bincount(expert, length=here).astype(jnp.int32)
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    outputs = grouped_mlp(
+        *(tokens[order // chosen.shape[-1]], sizes),
+        *(kernels["gate_proj"], kernels["up_proj"], kernels["down_proj"]),
+        activation,
+    )
+    outputs = outputs[jnp.argsort(order)].reshape(*chosen.shape, hidden.shape[-1])
+    # Rows behind the last expert here may hold anything.
+    outputs = jnp.where(mine[..., None], outputs.astype(jnp.float32) * weights[..., None], 0.0)
+    mixed = jnp.sum(outputs, axis=-2)
+    return jax.lax.psum(mixed, sum_axes) if sum_axes else mixed
+
+
+def _on_mesh(
+    mix: Any, mesh: Mesh, experts: ExpertsConfig, shape: tuple[int, ...], *, int8: bool
+) -> Any:
+    """``mix`` on every device, for its own tokens of [B, C, H] and its own experts."""
+    cut, experts_axis, width_axis = expert_layout(
+        mesh, experts.num_experts, experts.intermediate_size
+    )
+    _, specs = kernel_specs(mesh, experts)
+    if not int8:
+        specs = {name: Kernels(kernel.values, None) for name, kernel in specs.items()}
+    rows = [
+        axis if size % cut.shape[axis] == 0 else None
+        for axis, size in zip((DATA, CONTEXT), shape[:-1], strict=True)
+    ]
+    token = P(*rows, None)
+    return jax.shard_map(
+        partial(
+            mix,
+            experts_axis=experts_axis,
+            sum_axes=tuple(axis for axis in (experts_axis, width_axis) if axis is not None),
+        ),
+        mesh=cut,
+        in_specs=(token, token, token, specs),
+        out_specs=token,
+        check_vma=False,  # a loop does not say how what it carries varies
+    )
+
+
+def kernel_specs(mesh: Mesh | AbstractMesh, experts: ExpertsConfig) -> tuple[Any, dict[str, Any]]:
+    """How the kernels lie on a mesh: the layout, and by projection specs of values and scales."""
+    cut, expert, width = expert_layout(mesh, experts.num_experts, experts.intermediate_size)
+    out = Kernels(P(expert, None, width), P(expert, width))  # pyright: ignore
+    back = Kernels(P(expert, width, None), P(expert, None))  # pyright: ignore
+    return cut, {"gate_proj": out, "up_proj": out, "down_proj": back}
+
+
 def route(logits: Array, experts: ExpertsConfig) -> tuple[Array, Array]:
     """Choose each token's experts.
 
     Args:
-      logits: [T, X], the router's.
+      logits: [..., X], the router's.
       experts: how many of the X are chosen, and whether their weights are scaled to sum to 1.
 
     Returns:
-      Weights [T, chosen] float32, largest first, and the experts' indices [T, chosen] int32.
+      Weights [..., chosen] float32, largest first, and the experts' indices [..., chosen] int32.
     """
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.num_per_token)
@@ -103,14 +173,14 @@ def grouped_mlp(
 
     Args:
       rows: [R, in].
-      sizes: [X] int32, rows of each group; sums to R.
+      sizes: [X] int32, rows of each group; at most R together.
       gate: in to width.
       up: in to width.
       down: width to out.
       activation: "silu" or "gelu_tanh".
 
     Returns:
-      [R, out].
+      [R, out]; rows behind the last group may hold anything.
     """
     branches = {"cpu": _grouped_mlp_by_tiles, "default": _grouped_mlp_by_ragged_dot}
     return jax.lax.platform_dependent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.models.partitioning import param_shardings
+from inertiakv_jax.sharding import repeats
 from inertiakv_jax.typing import Params
 from inertiakv_jax.weights import hub
 from inertiakv_jax.weights.catalogue import CATALOGUE, CatalogueEntry
@@ -53,8 +55,9 @@ def load(
         dtype: "float32" or "bfloat16", of the parameters and of the computation.
         quantize: "int8" stores the matrices of attention and MLPs as int8 with one scale per
             output; None as ``dtype``.
-        mesh: devices over which the parameters are split (``models.partitioning``); None is the
-            default device.
+        mesh: from ``make_mesh``, devices over which the parameters are split, and with which the
+            model decodes; None is the default device. Where its heads are too few for all of them
+            the logger "inertiakv_jax" says so.
         revision: branch, tag or commit of a hub id.
 
     Returns:
@@ -120,10 +123,14 @@ class _How:
     mesh: Mesh | None
 
     def model(self, config: ModelConfig) -> DecoderModel:
-        return DecoderModel(config, self.dtype, self.quantize)
+        return DecoderModel(config, self.dtype, self.quantize, self.mesh)
 
     def shardings(self, model: DecoderModel) -> Params | None:
-        return None if self.mesh is None else param_shardings(model, self.mesh)
+        if self.mesh is None:
+            return None
+        if (said := repeats(self.mesh, model)) is not None:
+            logging.getLogger("inertiakv_jax").warning(said)
+        return param_shardings(model, self.mesh)
 
 
 def _load_folder(folder: Path, name: str, how: _How) -> LanguageModel:
@@ -144,7 +151,7 @@ def _load_folder(folder: Path, name: str, how: _How) -> LanguageModel:
         )
         model = how.model(config)
         params = checkpoint.restore_params(folder, model, how.shardings(model))
-        return _language_model(model, params, tokenizer, name)
+        return _language_model(model, params, tokenizer, name, how)
     source = open_safetensors(folder)
     if is_multimodal(fields):
         source = text_tensors(source)
@@ -164,11 +171,11 @@ def _assemble(
     source: TensorSource, model: DecoderModel, how: _How, tokenizer: Any, name: str
 ) -> LanguageModel:
     params = load_params(source, model, how.shardings(model))
-    return _language_model(model, params, tokenizer, name)
+    return _language_model(model, params, tokenizer, name, how)
 
 
 def _language_model(
-    model: DecoderModel, params: Params, tokenizer: Any, name: str
+    model: DecoderModel, params: Params, tokenizer: Any, name: str, how: _How
 ) -> LanguageModel:
     return LanguageModel(
         model=model,
@@ -177,4 +184,5 @@ def _language_model(
         config=model.config,
         eos_token_ids=model.config.eos_token_ids,
         name=name,
+        mesh=how.mesh,
     )

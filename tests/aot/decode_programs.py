@@ -11,7 +11,7 @@ from inertiakv_jax.attention import Execution
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.decode_step import step_kinds
 from inertiakv_jax.models.decoder import DecoderModel
-from inertiakv_jax.sharding import CACHE, MODEL, ROW, SLOTS
+from inertiakv_jax.sharding import CACHE, ROW, SHARING, SLOTS, layout
 
 STEPS = 8
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output features
@@ -39,6 +39,7 @@ def decode_loop(mesh, *, policy, layers, batch, slots, implementation):
     """``STEPS`` steps in place over a cache of ``slots``."""
     model = llama_8b(layers)
     chosen = ikv.policies.by_name(policy)
+    mesh = layout(mesh, model)
     execution = Execution(implementation, mesh)
 
     def loop(params, kv, token, knobs, limit):
@@ -78,7 +79,7 @@ def decode_loop(mesh, *, policy, layers, batch, slots, implementation):
 
 def _parameter_spec(path: str) -> P:
     if any(name in path for name in COLUMNS):
-        return P(None, MODEL)
+        return P(None, SHARING)
     if any(name in path for name in ROWS):
-        return P(MODEL, None)
+        return P(SHARING, None)
     return P()

@@ -12,6 +12,7 @@ from weights.tiny_files import LLAMA, hf_tensors, write_folder
 
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.models.partitioning import param_shardings
+from inertiakv_jax.sharding import HEAD_PARTS, SHARING, expert_layout, layout
 from inertiakv_jax.weights.hf_config import config_from_hf
 
 MOE = LLAMA | {
@@ -42,43 +43,67 @@ def specs(config, mesh, quantization=None):
 def test_heads_and_widths_are_split():
     got = specs(UNTIED | {"attention_bias": True}, {"data": 2, "model": 2})
     expected = {
-        "embed/embedding": P("model", None),
-        "lm_head/kernel": P(None, "model"),
-        "final_norm/scale": P(),
-        ATTENTION + "q_proj/kernel": P(None, "model"),
-        ATTENTION + "k_proj/bias": P("model"),
-        ATTENTION + "o_proj/kernel": P("model", None),
-        ATTENTION + "o_proj/bias": P(),
-        MLP + "gate_proj/kernel": P(None, "model"),
-        MLP + "down_proj/kernel": P("model", None),
+        "embed/embedding": P(SHARING, None),
+        "lm_head/kernel": P(None, SHARING),
+        "final_norm/scale": P(None),
+        ATTENTION + "q_proj/kernel": P(None, HEAD_PARTS),
+        ATTENTION + "k_proj/bias": P(("heads",)),
+        ATTENTION + "o_proj/kernel": P(HEAD_PARTS, None),
+        ATTENTION + "o_proj/bias": P(None),
+        MLP + "gate_proj/kernel": P(None, SHARING),
+        MLP + "down_proj/kernel": P(SHARING, None),
     }
     assert {name: got[name] for name in expected} == expected
 
 
-def test_heads_that_the_mesh_does_not_divide_lie_everywhere():
-    """4 query heads and 2 kv heads over 4 devices; 300 tokens over 8."""
-    got = specs(UNTIED, {"model": 4})
-    assert got[ATTENTION + "q_proj/kernel"] == P(None, "model")
-    assert got[ATTENTION + "k_proj/kernel"] == got[ATTENTION + "v_proj/kernel"] == P()
+@pytest.mark.parametrize(
+    ("heads", "sizes", "expected"),
+    [
+        ((32, 8), {"data": 2, "model": 8}, (2, 1, 8, 1, 1)),
+        ((16, 2), {"data": 1, "model": 8}, (1, 1, 2, 4, 1)),
+        ((9, 3), {"data": 1, "model": 8}, (1, 1, 1, 1, 8)),  # SmolLM2
+        ((9, 3), {"model": 6}, (1, 1, 3, 1, 2)),
+        ((14, 2), {"model": 7}, (1, 1, 1, 7, 1)),  # Qwen2.5-0.5B
+        ((24, 12), {"model": 8}, (1, 1, 4, 2, 1)),
+        ((32, 8), {"data": 2, "context": 2, "expert": 4, "model": 2}, (2, 2, 8, 1, 1)),
+    ],
+)
+def test_the_devices_of_a_row_are_cut_as_the_heads_allow(heads, sizes, expected):
+    config = LLAMA | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    cut = layout(mesh, DecoderModel(config_from_hf(config)))
+    assert cut.axis_names == ("data", "context", "heads", "group", "spare")
+    assert cut.axis_sizes == expected
+
+
+def test_a_width_that_the_mesh_does_not_divide_lies_everywhere():
+    """300 tokens over 8 devices; 64 columns of the MLP."""
     got = specs(UNTIED, {"model": 8})
-    assert got[ATTENTION + "q_proj/kernel"] == got[ATTENTION + "o_proj/kernel"] == P()
-    assert got["embed/embedding"] == P()
-    assert got[MLP + "up_proj/kernel"] == P(None, "model")
+    assert got["embed/embedding"] == P(None, None)
+    assert got[MLP + "up_proj/kernel"] == P(None, SHARING)
 
 
 def test_scales_of_int8_go_with_their_outputs():
     got = specs(UNTIED, {"model": 2}, quantization="int8")
-    assert got[MLP + "up_proj/scale"] == P("model")
-    assert got[MLP + "down_proj/kernel"] == P("model", None)
-    assert got[MLP + "down_proj/scale"] == P()
+    assert got[MLP + "up_proj/scale"] == P(SHARING)
+    assert got[MLP + "down_proj/kernel"] == P(SHARING, None)
+    assert got[MLP + "down_proj/scale"] == P(None)
 
 
-def test_experts_have_an_axis_of_their_own_if_the_mesh_has():
-    for mesh, axis in (({"model": 2}, "model"), ({"model": 2, "expert": 4}, "expert")):
-        got = specs(MOE, mesh, quantization="int8")
-        assert got[MLP + "up_proj/kernel"] == got[MLP + "down_proj/scale"] == P(axis)
-        assert got[MLP + "router/kernel"] == P()
-    assert specs(MOE, {"model": 3})[MLP + "up_proj/kernel"] == P()
+def test_experts_are_split_over_their_own_axis_or_else_over_model():
+    """8 experts of width 24."""
+    got = specs(MOE, {"model": 2}, quantization="int8")
+    assert got[MLP + "up_proj/kernel"] == P("expert", None, "model")  # of 1 device
+    assert got[MLP + "down_proj/scale"] == P("expert", None)
+    assert got[MLP + "router/kernel"] == P(None, None)
+    got = specs(MOE, {"model": 2, "expert": 4})
+    assert got[MLP + "down_proj/kernel"] == P("expert", "model", None)
+    assert specs(MOE, {"model": 3})[MLP + "up_proj/kernel"] == P(None, None, "model")
+
+
+def test_the_devices_keep_their_order_whatever_the_order_of_the_axes():
+    mesh = AbstractMesh((4, 2), ("model", "data"))
+    assert expert_layout(mesh, 8, 24)[0].axis_sizes == (2, 1, 4, 1)
 
 
 SCRIPT = """
@@ -102,7 +127,10 @@ for lm in (split, restored):
 kernel = split.params["layers_0"]["mlp"]["up_proj"]["kernel"]
 assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 32, 24)}
 prompt = np.arange(40)[None] + 5, np.array([40]), policies.inertiakv(0.9)
-logits = [ikv.prefill(lm.model, lm.params, *prompt)[1] for lm in (single, split)]
+logits = [
+    ikv.prefill(lm.model, lm.params, *prompt, mesh=mesh if lm is split else None)[1]
+    for lm in (single, split)
+]
 np.testing.assert_allclose(*logits, atol=1e-4)
 print("equal")
 """

@@ -1,0 +1,104 @@
+"""Eight devices against one, and what is said of a mesh before anything is computed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from mesh.eight_devices import CONFIGS
+
+import inertiakv_jax as ikv
+from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.prompt_input import filled_up
+from inertiakv_jax.sharding import check_batch, layout, repeats
+
+SCRIPT = Path(__file__).parent / "eight_devices.py"
+# Each family, each way to divide eight devices, each kind of ranking.
+CASES = (
+    "qwen3 data=8 score-free",
+    "llama data=4,model=2 lazy4",
+    "smollm2 data=2,model=4 tova",
+    "llama model=8 inertiakv,retention=per_head",
+    "qwen2 model=8 entropy",
+    "qwen3-moe data=2,expert=2,model=2 inertiakv",
+    "mistral data=2,model=4 snapkv",
+    "gemma2 data=4,model=2 inertiakv",
+    "gemma3 model=8 inertiakv",
+    "llama data=2,context=2,model=2 inertiakv",
+)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """By case: whether tokens and positions are one device's, and how far scores are apart."""
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        input="\n".join(CASES),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {result["case"]: result for result in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_eight_devices_keep_and_say_what_one_does(results, case):
+    result = results[case]
+    assert result["evicted"]
+    assert result["tokens"]
+    assert result["positions"]
+    assert result["scores"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2,model=4", "needs 8 devices, but there are 1"),
+        ("rows=2", "unknown axis 'rows'; expected some of data, context, expert, model"),
+        ("model", "model must be an integer of at least 1"),
+        ("data=0", "data must be an integer of at least 1"),
+        ("", "unknown axis ''"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        ikv.make_mesh(text)
+
+
+def test_unknown_axes_of_a_mesh_are_named():
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    with pytest.raises(ValueError, match=r"unknown axes \['tensor'\]; expected some of data, con"):
+        layout(mesh, DecoderModel(CONFIGS["llama"]))
+
+
+def test_a_batch_is_filled_up_with_its_last_row():
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    tokens, lengths = filled_up(np.array([[1, 2], [3, 0]]), np.array([2, 1]), mesh)
+    assert tokens.tolist() == [[1, 2], [3, 0], [3, 0], [3, 0]]
+    assert lengths.tolist() == [2, 1, 1, 1]
+    with pytest.raises(ValueError, match="a batch of 6 must be divisible by mesh axis 'data', 4"):
+        check_batch(mesh, 6)
+
+
+def test_repeated_work_is_said():
+    def said(name, devices):
+        mesh = AbstractMesh((devices,), ("model",))
+        return repeats(mesh, DecoderModel(CONFIGS[name]))
+
+    assert said("qwen3", 8) is None
+    assert said("llama", 4) == (
+        "4 devices share 2 kv heads and 4 query heads: 2 devices have a copy of each kv head"
+    )
+    assert said("smollm2", 8) == (
+        "8 devices share 3 kv heads and 9 query heads: 8 devices compute the same attention"
+    )
