@@ -1,6 +1,7 @@
 """Prefill and decode, timed for several contestants in turns."""
 
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -65,6 +66,8 @@ class PolicyContestant:
 
     lm: LanguageModel
     policy: Policy
+    implementation: str | None = None
+    """Of the kernels; see ``decode``."""
     library: str = "inertiakv-jax"
 
     @property
@@ -75,6 +78,9 @@ class PolicyContestant:
     def __call__(self, prompt: Sequence[int], new_tokens: int) -> Run:
         """See ``Contestant``."""
         model, params, policy = self.lm.model, self.lm.params, self.policy
+        decode_chunk = functools.partial(
+            decode, model, params, policy=policy, implementation=self.implementation
+        )
         tokens, lengths = np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32)
         clock = _Clock()
         state, logits = prefill(
@@ -85,7 +91,7 @@ class PolicyContestant:
         chosen = [int(token[0])]
 
         steps = 1 if policy.evicts else CHUNK_STEPS  # step 1 of an evicting policy is a program
-        state, columns = decode(model, params, state, token, steps=steps, limit=1, policy=policy)
+        state, columns = decode_chunk(state, token, steps=steps, limit=1)
         token = jax.block_until_ready(columns)[:, 0]
         first_step_s = clock.lap()
         chosen.append(int(token[0]))
@@ -93,9 +99,7 @@ class PolicyContestant:
         clock.lap()
         for start in range(0, new_tokens, CHUNK_STEPS):
             limit = min(CHUNK_STEPS, new_tokens - start)
-            state, columns = decode(
-                model, params, state, token, steps=CHUNK_STEPS, limit=limit, policy=policy
-            )
+            state, columns = decode_chunk(state, token, steps=CHUNK_STEPS, limit=limit)
             token = columns[:, limit - 1]
             chosen += np.asarray(columns)[0, :limit].tolist()
         decode_s = clock.lap()

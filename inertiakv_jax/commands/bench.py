@@ -57,6 +57,11 @@ class Bench:
     """Policies to time, separated by spaces."""
     ratio: float = 0.9
     """Fraction of the prompt's cache removed, in [0, 1); full removes nothing."""
+    implementation: Annotated[str | None, arg(metavar="{xla,tpu,gpu}", help_behavior_hint="")] = (
+        None
+    )
+    """Of the kernels that decode: plain JAX, or those for TPUs or NVIDIA GPUs. Default: the best
+    for the device."""
     peer: UseAppendAction[tuple[Literal["transformers", "kvpress"], ...]] = ()
     """Also time transformers with its full cache, or kvpress with TOVA at every step."""
     json: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
@@ -105,6 +110,7 @@ class Bench:
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
             "ratio": self.ratio,
+            "implementation": self.implementation,
         }
         measured = bench_report.report(lm, contestants, runs, settings, skipped)
         measured["device"]["cpus_busy_before"] = busy
@@ -121,8 +127,12 @@ class Bench:
             raise ValueError("nothing to time: --policies and --peer are empty")
         if self.json is not None:
             check_output("--json", self.json)
-        from inertiakv_jax import policies
+        import jax
 
+        from inertiakv_jax import policies
+        from inertiakv_jax.attention import check_implementation
+
+        check_implementation(self.implementation, platform=jax.devices()[0].platform)
         for name in self.policies:
             policies.by_name(name, ratio=self.ratio)
 
@@ -130,7 +140,9 @@ class Bench:
         from inertiakv_jax import bench, bench_peers, policies
 
         found: list[Contestant] = [
-            bench.PolicyContestant(lm, policies.by_name(name, ratio=self.ratio))
+            bench.PolicyContestant(
+                lm, policies.by_name(name, ratio=self.ratio), self.implementation
+            )
             for name in self.policies
         ]
         reasons = {peer: bench_peers.why_not(peer) for peer in dict.fromkeys(self.peer)}

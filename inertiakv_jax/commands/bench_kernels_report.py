@@ -12,12 +12,12 @@ from rich.table import Table
 
 from inertiakv_jax.commands.bench_report import TOO_BUSY, device_facts, library_versions, spread
 from inertiakv_jax.commands.terminal import output_console, plain_table
-from inertiakv_jax.pallas_kernels.decode_attention.bench import KERNEL, XLA, Case, Measured
+from inertiakv_jax.pallas_kernels.bench import XLA, Case, Measured, is_cold, memory_bytes, num_sets
 
 
 def title(case: Case) -> str:
     """One line that names a case."""
-    return f"{KERNEL} {case.heads.name}, batch {case.batch}, {case.slots:,} slots, {case.dtype}"
+    return f"{case.kernel} {case.name}, batch {case.batch}, {case.slots:,} slots, {case.dtype}"
 
 
 def device_memory() -> int | None:
@@ -32,22 +32,20 @@ def device_memory() -> int | None:
 
 def too_large(case: Case, limit: int | None) -> str | None:
     """Why a case cannot be measured in ``limit`` bytes; None if it can."""
-    if limit is None or case.memory_bytes <= limit:
+    if limit is None or memory_bytes(case) <= limit:
         return None
-    return f"needs about {case.memory_bytes / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+    return f"needs about {memory_bytes(case) / 2**30:.1f} GiB of {limit / 2**30:.1f}"
 
 
 def case_facts(case: Case) -> dict[str, Any]:
     """The shapes of a case, ready for JSON."""
     return {
-        "kernel": KERNEL,
-        "shape": case.heads.name,
-        "heads": case.heads.num_heads,
-        "kv_heads": case.heads.num_kv_heads,
-        "head_dim": case.heads.head_dim,
+        "kernel": case.kernel,
+        "shape": case.name,
         "batch": case.batch,
         "slots": case.slots,
         "dtype": case.dtype,
+        **case.facts(),
     }
 
 
@@ -55,42 +53,41 @@ def row(case: Case, measured: Measured) -> dict[str, Any]:
     """The figures of a case, ready for JSON. A ratio is one of medians."""
     copied = statistics.median(measured.copy_bytes_per_second)
 
-    def figures(seconds: list[float], return_mass: bool) -> dict[str, Any]:
-        moved = case.bytes_moved(return_mass)
-        rate = moved / statistics.median(seconds)
+    def figures(seconds: dict[bool, list[float]], scored: bool) -> dict[str, Any] | None:
+        if scored not in seconds:
+            return None
+        moved = case.bytes_moved(scored)
+        rate = moved / statistics.median(seconds[scored])
         return {
-            "ms": spread([1000 * value for value in seconds]),
+            "ms": spread([1000 * value for value in seconds[scored]]),
             "bytes_moved": moved,
             "bytes_per_second": rate,
             "bandwidth_fraction": rate / copied,
         }
 
-    found = {
-        "with_mass": figures(measured.with_mass, True),
-        "without_mass": figures(measured.without_mass, False),
+    scored, unscored = (figures(measured.seconds, flag) for flag in (True, False))
+    xla = {
+        "scored": figures(measured.xla_seconds, True),
+        "unscored": figures(measured.xla_seconds, False),
     }
-    xla = None
-    if measured.runs_as != XLA:
-        xla = {
-            "with_mass": figures(measured.xla_with_mass, True),
-            "without_mass": figures(measured.xla_without_mass, False),
-        }
     return {
         **case_facts(case),
         "runs_as": measured.runs_as,
-        **found,
-        "with_over_without": _ms(found, "with_mass") / _ms(found, "without_mass"),
-        "xla": xla,
-        "speedup_over_xla": xla and _ms(xla, "with_mass") / _ms(found, "with_mass"),
+        "scored": scored,
+        "unscored": unscored,
+        "scored_over_unscored": _ratio(scored, unscored),
+        "xla": xla if measured.xla_seconds else None,
+        "speedup_over_xla": _ratio(xla["scored"], scored),
         "copy_bytes_per_second": spread(measured.copy_bytes_per_second),
         "calls": measured.calls,
-        "kv_caches": case.caches,
-        "cold": case.cold,
+        "operand_sets": num_sets(case),
+        "cold": is_cold(case),
     }
 
 
-def _ms(figures: dict[str, Any], which: str) -> float:
-    return figures[which]["ms"]["median"]
+def _ratio(a: dict[str, Any] | None, b: dict[str, Any] | None) -> float | None:
+    """Of the medians, where both were measured."""
+    return a["ms"]["median"] / b["ms"]["median"] if a and b else None
 
 
 def report(
@@ -121,25 +118,29 @@ def print_report(measured: dict[str, Any]) -> None:
         out.print(kernel_table(rows))
     for case in measured["skipped"]:
         out.print(
-            f"\n{case['shape']}, batch {case['batch']}, {case['slots']:,} slots left out: "
-            f"{case['reason']}",
+            f"\n{case['kernel']} {case['shape']}, batch {case['batch']}, {case['slots']:,} slots "
+            f"left out: {case['reason']}",
             style="yellow",
         )
-    if any(row["runs_as"] == XLA for row in rows):
-        where = "On a CPU no kernel runs" if device["platform"] == "cpu" else "No kernel ran"
-        out.print(f"\n{where}: this is the reference, compiled by XLA.", style="yellow")
+    if any(row["runs_as"] == XLA and row["xla"] is None for row in rows):
+        where = "On a CPU no kernel runs" if device["platform"] == "cpu" else "Some have no kernel"
+        out.print(
+            f"\n{where}: what has no XLA ms is itself the reference, compiled by XLA.",
+            style="yellow",
+        )
     versions = ", ".join(f"{name} {v}" for name, v in measured["versions"].items() if v)
     settings = measured["settings"]
     out.print(
-        f"\n{KERNEL}, {settings['dtype']}. Medians of {settings['repeats']} rounds in turns; each "
-        "a program of many calls, the output of one being the query of the next. MB and GB/s: "
-        "keys, values, mass and what is small, once each. Of copy: against the bytes a second "
-        "that a plain copy reads and writes.\n"
+        f"\n{settings['dtype']}, evict float32. Medians of {settings['repeats']} rounds in turns; "
+        "each a program of many calls that need each other's results. MB and GB/s: each operand "
+        "and result once, of a step that scores. Unscored: of one that does not. Of copy: against "
+        "the bytes a second that a plain copy reads and writes. XLA ms: what XLA makes of the "
+        "plain version. compact keeps a tenth; it has no kernel.\n"
         f"{device['kind']} ({device['cpu']}, {device['threads']} threads), {device['system']}; "
         f"{versions}; {measured['date']}."
     )
     if not all(row["cold"] for row in rows):
-        out.print("* Keys and values small enough to stay in the device's cache between calls.")
+        out.print("* Operands small enough to stay in the device's cache between calls.")
     if (device.get("cpus_busy_before") or 0.0) > TOO_BUSY:
         out.print(
             f"Other programs kept {device['cpus_busy_before']:.1f} of {device['threads']} CPUs "
@@ -148,31 +149,42 @@ def print_report(measured: dict[str, Any]) -> None:
         )
 
 
-HEADINGS = (
-    *("B", "S", "ms", "without mass", "ratio", "MB", "GB/s", "of copy", "XLA ms", "XLA / kernel"),
-)
+HEADINGS = (*("B", "S", "ms", "unscored", "ratio", "MB", "GB/s", "of copy", "XLA ms", "speedup"),)
 
 
 def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One row a case: times with the mass and without it, bandwidth, and XLA's time."""
+    """One row a case: times of steps that score and that do not, bandwidth, XLA's time."""
     table = plain_table(header_style="bold")
+    table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True)
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
     for row in rows:
-        found = row["with_mass"]
-        xla = row["xla"] or row  # where XLA's is what ran, it stands there once more
+        scored, xla = row["scored"], row["xla"]
         table.add_row(
+            row["kernel"],
             row["shape"],
             str(row["batch"]),
             f"{row['slots']:,}",
-            f"{found['ms']['median']:.4g}",
-            f"{row['without_mass']['ms']['median']:.4g}",
-            f"{row['with_over_without']:.3f}",
-            f"{found['bytes_moved'] / 1e6:.1f}",
-            f"{found['bytes_per_second'] / 1e9:.1f}",
-            f"{found['bandwidth_fraction']:.0%}" + ("" if row["cold"] else "*"),
-            f"{xla['with_mass']['ms']['median']:.4g}",
-            f"{row['speedup_over_xla']:.2f}" if row["speedup_over_xla"] else "-",
+            _ms(scored),
+            _ms(row["unscored"]),
+            _number(row["scored_over_unscored"], ".3f"),
+            _megabytes(scored["bytes_moved"]),
+            f"{scored['bytes_per_second'] / 1e9:.1f}",
+            f"{scored['bandwidth_fraction']:.0%}" + ("" if row["cold"] else "*"),
+            _ms(xla["scored"] if xla else None),
+            _number(row["speedup_over_xla"], ".2f"),
         )
     return table
+
+
+def _ms(figures: dict[str, Any] | None) -> str:
+    return _number(figures["ms"]["median"] if figures else None, ".4g")
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}" if count >= 1e6 else f"{count / 1e6:.2g}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

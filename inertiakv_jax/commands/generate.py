@@ -58,6 +58,12 @@ class Generate:
     alpha: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Coefficient of the moving average, in [0, 1); higher forgets slower. The paper's is 0.8."""
 
+    implementation: Annotated[str | None, arg(metavar="{xla,tpu,gpu}", help_behavior_hint="")] = (
+        None
+    )
+    """Of the kernels that decode: plain JAX, or those for TPUs or NVIDIA GPUs. Default: the best
+    for the device."""
+
     max_new_tokens: int = 128
     """Tokens to generate, at most."""
     stop: UseAppendAction[tuple[str, ...]] = ()
@@ -84,8 +90,12 @@ class Generate:
             raise ValueError("--stream and --json cannot be combined: JSON is one object")
         policy, sampling = self._policy(), self._sampling()
         text = read_prompt(self.prompt, self.file)
+        import jax
+
+        from inertiakv_jax.attention import check_implementation
         from inertiakv_jax.weights.load import load
 
+        check_implementation(self.implementation, platform=jax.devices()[0].platform)
         lm = load(self.model, dtype=self.dtype)
         output = self._generate(lm, text, policy, sampling)
         if self.json:
@@ -131,6 +141,7 @@ class Generate:
             sampling=sampling,
             seed=self.seed,
             stop=self.stop,
+            implementation=self.implementation,
         )
         while True:
             try:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from inertiakv_jax.pallas_kernels import dispatch
 from inertiakv_jax.pallas_kernels.decode_attention import ref
 
 IMPLEMENTATIONS = ("xla", "tpu", "gpu")
@@ -42,8 +43,8 @@ def decode_attention(
       scale: multiplier of the logits, static; None means D ** -0.5.
       soft_cap: above 0; cap(x) = soft_cap * tanh(x / soft_cap), as in Gemma 2. None: cap(x) = x.
       return_mass: False leaves the mass out, for steps that do not score.
-      implementation: one of ``IMPLEMENTATIONS``, which raises where it cannot run; None takes the
-        best for the device that is compiled for, and always works.
+      implementation: one of ``IMPLEMENTATIONS``; None takes the best for the device that is
+        compiled for, and always works.
 
     Returns:
       output: [B, N, D], dtype of ``query``; 0 for a row without a valid slot.
@@ -51,8 +52,9 @@ def decode_attention(
         None without ``return_mass``.
 
     Raises:
-      ValueError: shapes disagree, K does not divide N, ``valid`` is not bool, or ``soft_cap`` is
-        not above 0 (while tracing).
+      ValueError: shapes disagree, K does not divide N, ``valid`` is not bool, ``soft_cap`` is not
+        above 0, or the implementation is unknown or refuses the shape or dtype (while tracing); or
+        it cannot run on the device that is compiled for (while lowering).
 
     Source: arXiv 2609.03515 section 3.2 (eq. 1) for the score; doing both in one pass is ours.
 
@@ -72,26 +74,32 @@ def decode_attention(
     check_implementation(implementation)
     options = {"scale": scale, "soft_cap": soft_cap, "return_mass": return_mass}
     operands = (query, keys, values, valid)
+    runs = {
+        "xla": functools.partial(ref.decode_attention, **options),
+        "tpu": functools.partial(_tpu, **options),
+        "gpu": functools.partial(_gpu, **options),
+    }
+    if implementation == "xla":
+        return runs["xla"](*operands)
     if implementation is not None:
-        return _RUN[implementation](*operands, **options)
+        reason = _why_not(implementation, keys)
+        if reason is not None:
+            raise ValueError(reason)
+        return dispatch.run_only_on(implementation, runs[implementation], *operands)
     # By the platform of the program, not of this process: it may be compiled ahead of time.
-    xla = functools.partial(ref.decode_attention, **options)
+    best = {name: runs["xla" if _why_not(name, keys) else name] for name in ("tpu", "gpu")}
     return jax.lax.platform_dependent(
-        *operands,
-        tpu=functools.partial(_tpu, **options) if _serves_tpu(keys) else xla,
-        cuda=functools.partial(_gpu, **options) if _serves_gpu(query) else xla,
-        default=xla,
+        *operands, tpu=best["tpu"], cuda=best["gpu"], default=runs["xla"]
     )
 
 
-def _serves_tpu(keys: Array) -> bool:
-    """Whether the TPU kernel takes this dtype; Mosaic takes no float16."""
-    return keys.dtype != jnp.float16
-
-
-def _serves_gpu(query: Array) -> bool:
-    """Whether the GPU kernels take this head_dim."""
-    return query.shape[-1] % 16 == 0
+def _why_not(implementation: str, keys: Array) -> str | None:
+    """Why a kernel cannot take keys [B, K, S, D]; None if it can."""
+    if implementation == "tpu" and keys.dtype == jnp.float16:
+        return "the TPU kernel takes float32 and bfloat16, not float16: Mosaic does not"
+    if implementation == "gpu" and keys.shape[-1] % 16:
+        return f"the GPU kernels take a head_dim that is a multiple of 16, got {keys.shape[-1]}"
+    return None
 
 
 # jit, so that the layers of a model share one trace, also on platforms that then drop it; imports
@@ -113,17 +121,12 @@ def _gpu(query, keys, values, valid, **options):
     return gpu.decode_attention(query, keys, values, valid, **options)
 
 
-_RUN = {"xla": ref.decode_attention, "tpu": _tpu, "gpu": _gpu}
+def check_implementation(implementation: str | None, *, platform: str | None = None) -> str | None:
+    """The argument, if it is known and can run on a device of ``platform`` (None: any).
 
-
-def check_implementation(implementation: str | None) -> str | None:
-    """The argument, if it is None or one of ``IMPLEMENTATIONS``; ValueError otherwise."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
-            f"got {implementation!r}"
-        )
-    return implementation
+    ValueError otherwise; see ``dispatch.check_implementation``.
+    """
+    return dispatch.check_implementation(implementation, IMPLEMENTATIONS, platform=platform)
 
 
 def _check(query: Array, keys: Array, values: Array, valid: Array) -> None:

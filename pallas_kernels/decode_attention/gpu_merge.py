@@ -2,9 +2,11 @@
 
 A GPU is filled by giving the slots of one row and kv head to several thread blocks (flash decoding,
 as in jax.experimental.pallas.ops.gpu.decode_attention). For each query head a split leaves its
-output divided by its own sum of weights, and the log2 of that sum. If the mass is wanted it also
-leaves, for each slot, how far the log2 of its weight lies below the running maximum, and for each
-block of slots that maximum: with the final sums these give the mass without reading K again.
+largest logit and, relative to that, the sums of its weights and of its weighted values. (The log of
+the sum of weights would be one number for two, but rounded to 2**-24 of the largest logit.) If the
+mass is wanted it also leaves, for each slot, how far the log2 of its weight lies below the running
+maximum, and for each block of slots that maximum: with the final sums these give the mass without
+reading K again.
 
 For 16-bit inputs the distance is a 16-bit fixed-point number, 1024 steps an octave, down to 2**-64:
 a relative error of at most 2**(1/2048) - 1 = 3.4e-4 of each weight, whatever its size. (A float16
@@ -15,9 +17,8 @@ and 16-bit inputs 20 on top of 512 of keys and values, 3.9%, and the 16 are met 
 long as the row fits there.
 
 The merge is plain JAX. It moves the same bytes as a kernel of its own would, for XLA fuses it into
-one kernel for the output (a softmax over the splits) and one for the mass (jax 0.12; two in 0.10),
-and fewer where the mass is only summed: then it is never written. Nothing here knows which kernel
-left the partial results.
+one kernel for the output and two for the mass (three where a row has many blocks). Nothing here
+knows which kernel left the partial results.
 """
 
 import dataclasses
@@ -60,6 +61,32 @@ class Partition:
     def padded_blocks(self) -> int:
         """P times the blocks of a split; those beyond ``blocks`` are never written nor read."""
         return self.splits * self.blocks_per_split
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """Logits in a unit of their own: a weight is 2 ** (factor * (logit - maximum)).
+
+    Scaled last, equal logits give exactly 1, however large they are. Scaled first, the compiler
+    makes one fused instruction of product and difference, without the rounding that the maximum
+    had.
+    """
+
+    scale: float
+    soft_cap: float | None
+
+    @property
+    def factor(self) -> float:
+        """At least 0."""
+        return LOG2_E * (abs(self.scale) if self.soft_cap is None else self.soft_cap)
+
+    def of(self, products: Array) -> Array:
+        """Logits of float32 products of queries and keys; to be called in a kernel."""
+        if self.soft_cap is None:
+            return products if self.scale >= 0.0 else -products
+        # tanh(x) = 1 - 2 / (1 + e**2x): the instruction for tanh has an error of 2**-11.
+        power = jnp.exp2(products * (self.scale / self.soft_cap * 2.0 * LOG2_E))
+        return 1.0 - 2.0 / (1.0 + power)
 
 
 def cut(slots: int, block: int, splits: int) -> Partition:
@@ -105,17 +132,19 @@ def choose_splits(rows: int, slots: int, block: int, resident: int) -> int:
 def partial_shapes(
     query: jax.ShapeDtypeStruct | Array, num_kv_heads: int, partition: Partition, *, mass: bool
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a kernel leaves: output, log_sums and, for the mass, codes and tops.
+    """What a kernel leaves: sums, maxima, totals and, for the mass, codes and tops.
 
-    output [B, K, G, P, D] float32; log_sums [B, K, G, P] float32, ``MASK_VALUE`` for a split
-    without a valid slot; codes [B, K, G, slots] int16 or float32; tops [B, K, G, blocks] float32,
-    the last two of all padded blocks.
+    sums [B, K, G, P, D] float32, of weighted values; maxima [B, K, G, P] float32, of ``Logits``,
+    ``MASK_VALUE`` for a split without a valid slot; totals [B, K, G, P] float32, of weights; codes
+    [B, K, G, slots] int16 or float32; tops [B, K, G, blocks] float32, the last two of all padded
+    blocks.
     """
     batch, num_heads, head_dim = query.shape
     lead = (batch, num_kv_heads, num_heads // num_kv_heads)
     struct = jax.ShapeDtypeStruct
     shapes = (
         struct((*lead, partition.splits, head_dim), jnp.float32),
+        struct((*lead, partition.splits), jnp.float32),
         struct((*lead, partition.splits), jnp.float32),
     )
     if not mass:
@@ -126,15 +155,6 @@ def partial_shapes(
         struct((*lead, partition.padded_blocks * partition.block), code),
         struct((*lead, partition.padded_blocks), jnp.float32),
     )
-
-
-def base2_logits(products: Array, scale: float, soft_cap: float | None) -> Array:
-    """Logits of float32 products of queries and keys, times log2(e); to be called in a kernel."""
-    if soft_cap is None:
-        return products * (scale * LOG2_E)
-    # tanh(x) = 1 - 2 / (1 + e**2x): the instruction for tanh has an error of 2**-11.
-    power = jnp.exp2(products * (scale / soft_cap * 2.0 * LOG2_E))
-    return soft_cap * LOG2_E - (2.0 * soft_cap * LOG2_E) / (1.0 + power)
 
 
 def encode(exponents: Array, held: Array, dtype: jnp.dtype) -> Array:
@@ -156,28 +176,44 @@ def decode(codes: Array) -> Array:
 
 
 def merge(
-    partials: tuple[Array, ...], partition: Partition, dtype: jnp.dtype
+    partials: tuple[Array, ...], partition: Partition, logits: Logits, dtype: jnp.dtype
 ) -> tuple[Array, Array | None]:
     """Output [B, N, D] in ``dtype``, and mass [B, K, S] float32 or None, of all splits.
 
     Args:
       partials: arrays as in ``partial_shapes``.
       partition: the splits.
+      logits: what the maxima are of.
       dtype: of the output.
     """
-    outputs, log_sums, *rest = partials
-    batch, num_kv_heads, group, _, head_dim = outputs.shape
-    share = jnp.exp2(log_sums - jnp.max(log_sums, axis=-1, keepdims=True))
-    share = share / jnp.sum(share, axis=-1, keepdims=True)
-    output = jnp.sum(outputs * share[..., None], axis=3)
+    sums, maxima, totals, *rest = partials
+    batch, num_kv_heads, group, _, head_dim = sums.shape
+    shares = jnp.exp2((maxima - jnp.max(maxima, axis=-1, keepdims=True)) * logits.factor)
+    total = jnp.sum(totals * shares, axis=-1, keepdims=True)
+    shares = shares / jnp.where(total > 0.0, total, 1.0)
+    output = jnp.sum(sums * shares[..., None], axis=3)
     output = output.reshape(batch, num_kv_heads * group, head_dim).astype(dtype)
     if not rest:
         return output, None
     codes, tops = rest
-    tops = tops.reshape(*log_sums.shape, partition.blocks_per_split)
-    # A maximum is at most the log of the sum that it is part of, so this is at most 1. (Where the
-    # split holds nothing, both are MASK_VALUE.)
-    scale = jnp.exp2(tops - log_sums[..., None]) * share[..., None]
+    # Once more, in one reduction, and behind a barrier: XLA makes one kernel of the lines above,
+    # but four where the softmax has a second reader.
+    maxima, totals = jax.lax.optimization_barrier((maxima, totals))
+    maximum, total = _reduce(maxima, totals, logits)
+    scale = jnp.exp2((tops - maximum[..., None]) * logits.factor)
+    scale = scale / jnp.where(total > 0.0, total, 1.0)[..., None]
     weights = decode(codes).reshape(*tops.shape, partition.block)
     mass = jnp.sum(weights * scale[..., None], axis=2)
     return output, mass.reshape(batch, num_kv_heads, -1)[..., : partition.slots]
+
+
+def _reduce(maxima: Array, totals: Array, logits: Logits) -> tuple[Array, Array]:
+    """Largest of the maxima [..., P], and the sum of the totals relative to it."""
+
+    def join(a, b):
+        maximum = jnp.maximum(a[0], b[0])
+        shares = [jnp.exp2((x[0] - maximum) * logits.factor) for x in (a, b)]
+        return maximum, a[1] * shares[0] + b[1] * shares[1]
+
+    nothing = (jnp.float32(MASK_VALUE), jnp.float32(0.0))
+    return jax.lax.reduce((maxima, totals), nothing, join, (maxima.ndim - 1,))

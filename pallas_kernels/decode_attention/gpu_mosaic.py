@@ -15,8 +15,8 @@ With the query heads as rows, 60 of 64 would be padding at G = 4, in registers a
 TMA reads zeros beyond S and beyond G, and writes nothing there: no array is padded. It reads dead
 slots, too; where a block has some, its values are cleared in shared memory.
 
-With D = 128, G = 4 and bfloat16 ptxas reports 115 registers a thread with mass and 105 without
-(jax 0.10.2: 119 and 116), no spills, and Mosaic 107 KiB of shared memory: two thread blocks an SM,
+With D = 128, G = 4 and bfloat16 ptxas reports 112 registers a thread with mass and 103 without
+(jax 0.10.2: 117 and 111), no spills, and Mosaic 107 KiB of shared memory: two thread blocks an SM,
 with six blocks of 32 KiB on their way or in use. Compiled ahead of time for H100, numbers and races
 checked in interpret mode; never run on a GPU.
 """
@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 
 from inertiakv_jax.numerics import MASK_VALUE
 from inertiakv_jax.pallas_kernels.decode_attention import gpu_merge
-from inertiakv_jax.pallas_kernels.decode_attention.gpu_merge import LOG2_E, Partition
+from inertiakv_jax.pallas_kernels.decode_attention.gpu_merge import Logits, Partition
 
 _ROWS = 64  # of a warpgroup's matrix product
 _COLUMNS = 8  # the fewest, and steps, of a matrix product
@@ -146,10 +146,11 @@ def decode_attention(
     if interpret and jax.__version_info__ < (0, 12):
         raise ValueError(f"interpreting wgmma needs jax 0.12, got {jax.__version__}")
     partition = gpu_merge.cut(slots, tiles.slots, tiles.splits)
-    spec = _Spec(scale, soft_cap, group, head_dim, partition, tiles.stages)
+    logits = Logits(scale, soft_cap)
+    spec = _Spec(logits, group, head_dim, partition, tiles.stages)
     grouped = query.reshape(batch, num_kv_heads, group, head_dim)
     shapes = gpu_merge.partial_shapes(query, num_kv_heads, partition, mass=return_mass)
-    # A group's outputs of all splits in one axis: TMA stores a matrix, so the split cannot lie
+    # A group's sums of all splits in one axis: TMA stores a matrix, so the split cannot lie
     # between its axes.
     flat = jax.ShapeDtypeStruct((*shapes[0].shape[:3], partition.splits * head_dim), jnp.float32)
     kernel = mgpu.kernel(
@@ -164,15 +165,14 @@ def decode_attention(
     )
     partials = kernel(grouped, keys, values, _pack_bits(valid, partition))
     partials = (partials[0].reshape(shapes[0].shape), *partials[1:])
-    return gpu_merge.merge(partials, partition, query.dtype)
+    return gpu_merge.merge(partials, partition, logits, query.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
     """What the kernel knows while it is traced."""
 
-    scale: float
-    soft_cap: float | None
+    logits: Logits
     group: int  # G
     head_dim: int  # D
     partition: Partition
@@ -238,9 +238,9 @@ class _Row:
     shared: dict[str, Any]
 
 
-def _kernel(spec: _Spec, query, keys, values, words, output, log_sums, *mass, **shared):
-    # query [B, K, G, D]; keys, values [B, K, S, D]
-    # words [B, words] or [B, K, words]; output [B, K, G, P * D]; log_sums [B, K, G, P]
+def _kernel(spec: _Spec, query, keys, values, words, sums, maxima, totals, *mass, **shared):
+    # query [B, K, G, D]; keys, values [B, K, S, D]; words [B, words] or [B, K, words]
+    # sums [B, K, G, P * D]; maxima, totals [B, K, G, P]
     # mass: codes [B, K, G, slots], tops [B, K, G, blocks]
     batch, head, split = (jax.lax.axis_index(name) for name in ("batch", "kv_head", "split"))
     first = split * spec.partition.blocks_per_split
@@ -261,16 +261,13 @@ def _kernel(spec: _Spec, query, keys, values, words, output, log_sums, *mass, **
         pl.when(later < last)(functools.partial(_fetch, spec, row, later, stage))
         return carry
 
-    top, total, sums = jax.lax.fori_loop(first, last, step, _start(spec))
-    total = jnp.sum(total, axis=0)
-    found = total > 0.0
-    total = jnp.where(found, total, 1.0)
-    log_sum = jnp.where(found, top + jnp.log(total) * LOG2_E, MASK_VALUE)
-    _store_scalars(spec, shared["row_s"], log_sum, log_sums.at[at], split)
-    _store_transposed(shared["output_s"], sums * _down(jnp.where(found, 1.0 / total, 0.0), sums))
+    top, total, output = jax.lax.fori_loop(first, last, step, _start(spec))
+    for value, ref in ((top, maxima), (jnp.sum(total, axis=0), totals)):
+        _store_scalars(spec, shared["row_s"], value, ref.at[at], split)
+    _store_transposed(shared["output_s"], output)
     mgpu.commit_smem()
     own = pl.ds(split * spec.head_dim, spec.head_dim)
-    mgpu.copy_smem_to_gmem(shared["output_s"], output.at[(*at, _group(spec, split), own)])
+    mgpu.copy_smem_to_gmem(shared["output_s"], sums.at[(*at, _group(spec, split), own)])
     mgpu.wait_smem_to_gmem(0)
 
 
@@ -306,18 +303,18 @@ def _start(spec: _Spec) -> tuple[Array, Array, Array]:
 
 def _step(spec: _Spec, row: _Row, i, stage, carry):
     """Take block i into the online softmax."""
-    top, total, sums = carry
+    top, total, output = carry
     shared = row.shared
     held = [row.words[i * spec.words + j] for j in range(spec.words)]
     mgpu.barrier_wait(shared["keys_here"].at[stage])
     logits = _matmul(shared["keys_s"].at[stage], shared["query_s"].T)
-    logits = gpu_merge.base2_logits(logits, spec.scale, spec.soft_cap)
+    logits = spec.logits.of(logits)
     live = _bits(held, logits.shape)  # pyright: ignore
     logits = jnp.where(live, logits, MASK_VALUE)
     new_top = jnp.maximum(top, jnp.max(logits, axis=0))
-    exponents = logits - _down(new_top, logits)
+    exponents = (logits - _down(new_top, logits)) * spec.logits.factor
     weights = jnp.where(live, jnp.exp2(exponents), 0.0)
-    decay = jnp.exp2(top - new_top)
+    decay = jnp.exp2((top - new_top) * spec.logits.factor)
     _store_transposed(shared["weights_s"], weights.astype(shared["weights_s"].dtype))
     if row.mass:
         # The copy of the last block's codes has to be through with them.
@@ -331,7 +328,8 @@ def _step(spec: _Spec, row: _Row, i, stage, carry):
         codes = row.mass[0].at[_group(spec, i), _slots(spec, i)]
         mgpu.copy_smem_to_gmem(shared["codes_s"], codes)
     add = _matmul(shared["values_s"].at[stage].T, shared["weights_s"].T)
-    return new_top, total * _down(decay, total) + weights, sums * _down(decay, sums) + add
+    total = total * _down(decay, total) + weights
+    return new_top, total, output * _down(decay, output) + add
 
 
 def _matmul(a, b) -> Array:

@@ -7,8 +7,8 @@ heads of the group are the rows of both matrix products. ``gpu_merge`` does the 
 Loads of keys and values carry the mask of the slots: a dead slot, or one beyond S, is not read but
 0. Nothing has to be cleared afterwards, and dead slots cost no bytes.
 
-With D = 128, G = 4 and bfloat16 ptxas reports, with mass and without, 80 and 64 registers a thread
-on A100 and 72 and 64 on H100 (jax 0.10.2: 96 and 72, 80 and 72), no spills, and 66 KiB of shared
+With D = 128, G = 4 and bfloat16 ptxas reports, with mass and without, 80 and 72 registers a thread
+on A100 and 79 and 64 on H100 (jax 0.10.2: 96 and 72, 80 and 72), no spills, and 66 KiB of shared
 memory: two thread blocks an SM. float32 products run on the ordinary cores, for TF32 would lose 13
 bits; they fit up to G = 32. Compiled ahead of time for A100 and H100, numbers checked in interpret
 mode; never run on a GPU.
@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 
 from inertiakv_jax.numerics import MASK_VALUE
 from inertiakv_jax.pallas_kernels.decode_attention import gpu_merge
-from inertiakv_jax.pallas_kernels.decode_attention.gpu_merge import Partition
+from inertiakv_jax.pallas_kernels.decode_attention.gpu_merge import Logits, Partition
 
 _BLOCK_BYTES = 16 * 1024  # of keys, and as many of values
 _FEWEST_SLOTS, _MOST_SLOTS = 16, 128
@@ -76,15 +76,15 @@ def choose_tiles(
     >>> choose_tiles(1, num_kv_heads=8, group=4, slots=6402, head_dim=128, itemsize=2, cores=108)
     Tiles(slots=64, splits=26, num_warps=4, num_stages=3)
     """
+    rows = pl.next_power_of_2(group)
     block = _BLOCK_BYTES // (pl.next_power_of_2(head_dim) * itemsize)
+    num_warps = 8 if head_dim > 128 or rows > 16 else 4
+    if itemsize == 4 and rows >= 8:
+        # float32 products are not for tensor cores: operands live in registers, and spill. These
+        # sizes, found by trial, do not: G up to 32, jax 0.10.2 and 0.12.0.1 (tests/aot).
+        block, num_warps = block // 2 if rows <= 16 else min(block, 32), 8
     block = min(max(block, _FEWEST_SLOTS), _MOST_SLOTS)
     splits = gpu_merge.choose_splits(batch * num_kv_heads, slots, block, _RESIDENT * cores)
-    # More threads where registers would spill. (float32 is not for tensor cores here, so that the
-    # operands of products live in registers.)
-    rows = pl.next_power_of_2(group)
-    num_warps = 8 if head_dim > 128 or rows > 16 else 4
-    if itemsize == 4:
-        num_warps = min(max(rows, num_warps), 16)
     return Tiles(block, splits, num_warps)
 
 
@@ -125,7 +125,8 @@ def decode_attention(
         raise ValueError(f"head_dim must be a multiple of 16, got {head_dim}")
     num_kv_heads, slots = keys.shape[1:3]
     partition = gpu_merge.cut(slots, tiles.slots, tiles.splits)
-    spec = _Spec(scale, soft_cap, num_heads // num_kv_heads, head_dim, partition)
+    logits = Logits(scale, soft_cap)
+    spec = _Spec(logits, num_heads // num_kv_heads, head_dim, partition)
     grouped = query.reshape(batch, num_kv_heads, spec.group, head_dim)
     out_shape = gpu_merge.partial_shapes(query, num_kv_heads, partition, mass=return_mass)
     rows = spec.rows
@@ -135,8 +136,8 @@ def decode_attention(
 
     out_specs = [
         pl.BlockSpec((None, None, rows, None, head_dim), lambda b, k, p: (b, k, 0, p, 0)),
-        pl.BlockSpec((None, None, rows, None), lambda b, k, p: (b, k, 0, p)),
-        *(per_head(rows, x.shape[3]) for x in out_shape[2:]),
+        *[pl.BlockSpec((None, None, rows, None), lambda b, k, p: (b, k, 0, p))] * 2,
+        *(per_head(rows, x.shape[3]) for x in out_shape[3:]),
     ]
     shared = pl.BlockSpec((None, slots), lambda b, k, p: (b, 0))
     partials = pl.pallas_call(
@@ -154,15 +155,14 @@ def decode_attention(
         interpret=interpret,
         name="decode_attention",
     )(grouped, keys, values, valid)
-    return gpu_merge.merge(tuple(partials), partition, query.dtype)
+    return gpu_merge.merge(tuple(partials), partition, logits, query.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
     """What the kernel knows while it is traced."""
 
-    scale: float
-    soft_cap: float | None
+    logits: Logits
     group: int  # G
     head_dim: int  # D
     partition: Partition
@@ -180,9 +180,9 @@ class _Spec:
         return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
 
 
-def _kernel(spec: _Spec, query, keys, values, valid, output, log_sums, *mass):
+def _kernel(spec: _Spec, query, keys, values, valid, sums, maxima, totals, *mass):
     # query [rows, D], of which G count; keys, values [S, D]; valid [S]
-    # output [rows, D], log_sums [rows]; mass: codes [rows, slots], tops [rows, blocks]
+    # sums [rows, D], maxima [rows], totals [rows]; mass: codes [rows, slots], tops [rows, blocks]
     rows = (spec.rows, 1)
     real = jnp.arange(spec.rows)[:, None] < spec.group
     parts = [plt.load(query.at[:, pl.ds(*p)], mask=_wide(real, p[1]), other=0) for p in spec.pieces]
@@ -190,39 +190,36 @@ def _kernel(spec: _Spec, query, keys, values, valid, output, log_sums, *mass):
     last = jnp.minimum(first + spec.partition.blocks_per_split, spec.partition.blocks)
 
     def step(i, carry):
-        top, total, sums = carry
+        top, total, output = carry
         held = _held(spec, valid, i)
         logits = _logits(spec, parts, keys, held, i)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1, keepdims=True))
-        exponents = logits - new_top
+        exponents = (logits - new_top) * spec.logits.factor
         live = jnp.broadcast_to(held[None], exponents.shape)
-        weights = jnp.where(live, jnp.exp2(exponents), 0.0)
-        decay = jnp.exp2(top - new_top)
-        total = total * decay + jnp.sum(weights, axis=1, keepdims=True)
-        sums = [
-            old * decay + _dot(weights.astype(values.dtype), _load(spec, values, held, i, p), 0)
-            for old, p in zip(sums, spec.pieces, strict=True)
-        ]
-        if mass:
+        if mass:  # before the values: what is stored need not wait in registers, which can spill
             codes, tops = mass
             code = gpu_merge.encode(exponents, live, codes.dtype)
             plt.store(codes.at[:, _slots(spec, i)], code, mask=_wide(real, code.shape[1]))
             plt.store(tops.at[:, pl.ds(i, 1)], new_top, mask=real)
-        return new_top, total, sums
+        weights = jnp.where(live, jnp.exp2(exponents), 0.0)
+        decay = jnp.exp2((top - new_top) * spec.logits.factor)
+        total = total * decay + jnp.sum(weights, axis=1, keepdims=True)
+        output = [
+            old * decay + _dot(weights.astype(values.dtype), _load(spec, values, held, i, p), 0)
+            for old, p in zip(output, spec.pieces, strict=True)
+        ]
+        return new_top, total, output
 
     start = (
         jnp.full(rows, MASK_VALUE, jnp.float32),
         jnp.zeros(rows, jnp.float32),
         [jnp.zeros((spec.rows, width), jnp.float32) for _, width in spec.pieces],
     )
-    top, total, sums = jax.lax.fori_loop(first, last, step, start)
-    found = total > 0.0
-    inverse = jnp.where(found, 1.0 / jnp.where(found, total, 1.0), 0.0)
-    for (begin, width), part in zip(spec.pieces, sums, strict=True):
-        where = output.at[:, pl.ds(begin, width)]
-        plt.store(where, part * inverse, mask=_wide(real, width))
-    log_sum = jnp.where(found, top + jnp.log2(jnp.where(found, total, 1.0)), MASK_VALUE)
-    plt.store(log_sums, log_sum[:, 0], mask=real[:, 0])
+    top, total, output = jax.lax.fori_loop(first, last, step, start)
+    for (begin, width), part in zip(spec.pieces, output, strict=True):
+        plt.store(sums.at[:, pl.ds(begin, width)], part, mask=_wide(real, width))
+    plt.store(maxima, top[:, 0], mask=real[:, 0])
+    plt.store(totals, total[:, 0], mask=real[:, 0])
 
 
 def _slots(spec: _Spec, i):
@@ -244,13 +241,12 @@ def _load(spec: _Spec, array, held, i, piece: tuple[int, int]) -> Array:
 
 
 def _logits(spec: _Spec, parts: list[Array], keys, held, i) -> Array:
-    """[rows, slots] float32, to the base 2; ``MASK_VALUE`` in dead slots."""
+    """[rows, slots] float32, as of ``gpu_merge.Logits``; ``MASK_VALUE`` in dead slots."""
     products = [
         _dot(part, _load(spec, keys, held, i, piece), 1)
         for part, piece in zip(parts, spec.pieces, strict=True)
     ]
-    logits = sum(products[1:], products[0])
-    logits = gpu_merge.base2_logits(logits, spec.scale, spec.soft_cap)
+    logits = spec.logits.of(sum(products[1:], products[0]))
     return jnp.where(jnp.broadcast_to(held[None], logits.shape), logits, MASK_VALUE)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from inertiakv_jax.pallas_kernels import dispatch
 from inertiakv_jax.pallas_kernels.evict import ref, tpu
 
 IMPLEMENTATIONS = ("xla", "tpu")
@@ -44,8 +45,8 @@ def evict(
       decay: scalar in [0, 1].
       protect_first: scalar int32 >= 0; positions below it stay.
       protect_recent: scalar int32 >= 0; so many of the latest positions stay.
-      implementation: one of ``IMPLEMENTATIONS``, which raises where it cannot run; None takes the
-        kernel on TPUs, for rows that fit, and plain JAX elsewhere.
+      implementation: one of ``IMPLEMENTATIONS``; None takes the kernel on TPUs, for rows that fit,
+        and plain JAX elsewhere.
 
     Returns:
       scores: [..., S] float32, aged; 0 in the slot that was freed.
@@ -54,7 +55,7 @@ def evict(
 
     Raises:
       ValueError: shapes or dtypes disagree, or the implementation is unknown or refuses the shape
-        (while tracing).
+        (while tracing); or it cannot run on the device that is compiled for (while lowering).
 
     Source: arXiv 2609.03515 section 3.2, eq. 4; the tie rule and the fusion are ours.
 
@@ -73,18 +74,19 @@ def evict(
       ([[0, 2, -1]], [2])
     """
     _check(scores, increment, positions, next_position, budget, active)
-    if implementation not in (None, *IMPLEMENTATIONS):
-        names = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
+    dispatch.check_implementation(implementation, IMPLEMENTATIONS)
     knobs = (
         jnp.asarray(decay, jnp.float32),
         jnp.asarray(protect_first, jnp.int32),
         jnp.asarray(protect_recent, jnp.int32),
     )
     operands = (scores, increment, positions, next_position, budget, active, *knobs)
+    refusal = tpu.refusal(scores.shape)
     if implementation == "tpu":
-        return tpu.evict(*operands)
-    if implementation == "xla" or tpu.refusal(scores.shape) is not None:
+        if refusal is not None:
+            raise ValueError(refusal)
+        return dispatch.run_only_on("tpu", tpu.evict, *operands)
+    if implementation == "xla" or refusal is not None:
         return ref.evict(*operands)
     return jax.lax.platform_dependent(*operands, tpu=tpu.evict, default=ref.evict)
 

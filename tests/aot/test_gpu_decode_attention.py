@@ -42,6 +42,10 @@ TRITON_ONLY = [
     {"heads": [8, 1, 96], "batch": 1, "slots": 4001, "dtype": "float32"},
     {"heads": [12, 1, 128], "batch": 1, "slots": 1, "dtype": "float16"},
     {"heads": [32, 2, 256], "batch": 1, "slots": 77, "dtype": "float32"},
+    # Other tiles of these would spill.
+    {"heads": [12, 1, 96], "batch": 1, "slots": 77, "dtype": "float32"},
+    {"heads": [32, 1, 96], "batch": 1, "slots": 77, "dtype": "float32"},
+    {"heads": [32, 1, 128], "batch": 1, "slots": 77, "dtype": "float32"},
 ]
 NAMED = [{**options, "kernel": "triton"} for options in COMMON]
 RUNS = {
@@ -80,6 +84,9 @@ def test_compiles(target):
         # Only the kernel, called once, reads keys and values: no copy, no second pass.
         (reader,) = readers(compilation.text, shape)
         assert CALL[kernel] in reader, (options, reader[:200])
+        # The merge: one kernel for the output, three for the mass, two to pack Mosaic's mask.
+        most = 1 + 3 * options.get("return_mass", True) + 2 * (kernel == "mosaic")
+        assert len(re.findall(r" fusion\(", compilation.text)) <= most, options
         if math.prod(shape) > 1 << 24:
             assert compilation.memory["temp"] < 0.05 * kv_bytes(options), options
     whole, without_mass = compilations[:2]
