@@ -40,7 +40,7 @@ def description(
         "device": {
             "platform": device.platform,
             "kind": device.device_kind,
-            "count": jax.device_count(),
+            "count": jax.local_device_count(),  # whatever the number of hosts
         },
         "report": {"name": settings.name, "paper": list(settings.paper)},
     }

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,21 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     """All records of a run, those of every shard, without a torn last line.
 
     Raises:
-      ValueError: a line that is no record, or an example twice.
+      ValueError: a line that is no record, or an example twice with different results.
     """
     records: dict[tuple[str, str], dict[str, Any]] = {}
-    for path in sorted(folder.glob(RECORDS)):
+    for path in record_files(folder):
         for record in _whole_lines(path):
             key = record_key(record)
-            if key in records:
+            if records.get(key, record) != record:
                 raise ValueError(f"{path} has {key[0]} with {key[1]} twice")
             records[key] = record
     return list(records.values())
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The files of a run's records, of which each host has one."""
+    return sorted(folder.glob(RECORDS))
 
 
 def record_key(record: Mapping[str, Any]) -> tuple[str, str]:
@@ -127,6 +132,24 @@ def record_path(folder: Path, shard: int, shards: int) -> Path:
     """The file of one of several hosts that share a run."""
     name = "records.jsonl" if shards == 1 else f"records-{shard}-of-{shards}.jsonl"
     return folder / name
+
+
+def write_as_one(folder: Path, found: Iterable[Mapping[str, Any]]) -> None:
+    """Write the records of all hosts to one file, in one move, and remove the others."""
+    whole = record_path(folder, 0, 1)
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in found]
+    temporary = whole.with_name(f".{whole.name}-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write("".join(lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, whole)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for path in record_files(folder):
+        if path != whole:
+            path.unlink()
 
 
 def _whole_size(path: Path) -> int:

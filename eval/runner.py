@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from inertiakv_jax.eval import continuation, records
+from inertiakv_jax.distributed import together
+from inertiakv_jax.eval import continuation, job, records
 from inertiakv_jax.eval.continuation import Answers
 from inertiakv_jax.eval.description import description
 from inertiakv_jax.eval.prompting import Prompting
@@ -66,13 +67,15 @@ def run(
     """Evaluate, or go on where an earlier run of the same settings stopped.
 
     Each batch of examples is read once for all policies that allow it. A batch is always made of
-    the same examples, so a resumed run gives what an undisturbed one gives.
+    the same examples, so a resumed run gives what an undisturbed one gives. The processes of a job
+    (``distributed.join``) share the batches, each writing down its own; at the end the first puts
+    all of them into one file. How many there are may change from one start to the next.
 
     Args:
       settings: what to evaluate.
       lm: the model named there, loaded.
-      folder: of the run; made if missing.
-      shard: this host's part, 0 .. shards - 1.
+      folder: of the run; made if missing. Processes of a job may have one each.
+      shard: this host's part, 0 .. shards - 1, where the hosts do not know of each other.
       shards: hosts that share the run; each takes every so many-th batch and writes its own file.
       on_progress: called after each policy of a batch.
 
@@ -80,27 +83,68 @@ def run(
       ValueError: data that is missing, a prompt that does not fit, a folder of another run, or a
         policy that should evict and does not.
       FloatingPointError: logits held NaN or infinity.
+      PeerError: another process of the job failed.
     """
     if not 0 <= shard < shards:
         raise ValueError(f"shard must be in 0 .. {shards - 1}, got {shard}")
+    if jax.process_count() > 1:
+        if shards > 1:
+            raise ValueError("the processes of a job share it by themselves; leave out the shard")
+        shard, shards = jax.process_index(), jax.process_count()
     prompting = Prompting(lm, settings.chat, settings.max_prompt_tokens)
-    examples = _examples(settings, prompting)
-    records.start_or_resume(folder, description(settings, lm, examples))
+    batches, found = together(lambda: _started(settings, prompting, folder))
+    job.check_alike(records.read_description(folder))
     variants = settings.variants()
-    batches = _batches(examples, prompting, settings.batch)[shard::shards]
-    with RecordFile(records.record_path(folder, shard, shards)) as file:
-        total = sum(len(batch.examples) for batch in batches) * len(variants)
-        total_work = sum(batch.work for batch in batches) * len(variants)
-        work = 0
-        for batch in batches:
-            for record_list in _run_batch(batch, variants, prompting, file.done):
+    part = _Part(batches[shard::shards], variants, job.known_to_any(found))
+    path = records.record_path(folder, shard, shards)
+    together(lambda: _run_part(part, prompting, path, on_progress))
+    if shards == 1 or jax.process_count() > 1:
+        order = [
+            (example.key, variant.label)
+            for batch in batches
+            for variant in variants
+            for example in batch.examples
+        ]
+        found = job.put_together(folder, order)
+    else:
+        found = records.read_records(folder)
+    check_evictions(found)
+
+
+def _started(
+    settings: Settings, prompting: Prompting, folder: Path
+) -> tuple[list["_Batch"], list[dict[str, Any]]]:
+    """All batches of the run, and the records that the folder has already."""
+    examples = _examples(settings, prompting)
+    records.start_or_resume(folder, description(settings, prompting.lm, examples))
+    return _batches(examples, prompting, settings.batch), records.read_records(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one process does of a run: ``done`` are keys of records that are there already."""
+
+    batches: list["_Batch"]
+    variants: list[Variant]
+    done: set[tuple[str, ...]]
+
+
+def _run_part(
+    part: _Part, prompting: Prompting, path: Path, on_progress: Callable[[Progress], None]
+) -> None:
+    total = sum(len(batch.examples) for batch in part.batches) * len(part.variants)
+    total_work = sum(batch.work for batch in part.batches) * len(part.variants)
+    work = examples = 0
+    with RecordFile(path) as file:
+        for batch in part.batches:
+            for record_list in _run_batch(batch, part.variants, prompting, part.done):
                 for record in record_list:
                     file.append(record)
                 work += batch.work
+                examples += len(batch.examples)
                 group = batch.examples[0].group
-                on_progress(Progress(len(file.done), total, work, total_work, group))
+                on_progress(Progress(examples, total, work, total_work, group))
             _forget_programs_if_many()
-    check_evictions(records.read_records(folder))
 
 
 def check_evictions(found: Sequence[dict[str, Any]]) -> None:
@@ -156,7 +200,7 @@ def _run_batch(
     batch: _Batch,
     variants: Sequence[Variant],
     prompting: Prompting,
-    done: set[tuple[str, str]],
+    done: set[tuple[str, ...]],
 ) -> Iterator[list[dict[str, Any]]]:
     """Records of each variant that are not there yet; an empty list if all are."""
     missing = [

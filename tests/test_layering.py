@@ -13,7 +13,7 @@ MODULES = package_modules()
 # lower ones. A module that matches none fails, so that its place is chosen when it is made.
 LAYERS = {
     0: ["checks", "config", "numerics", "rope_scaling", "typing"],
-    1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding"],
+    1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding", "distributed"],
     2: [
         *("scoring", "aggregation", "eviction", "attention", "observation", "prefill_attention"),
         *(

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import arg
 
+from inertiakv_jax.commands.devices import MeshOption, mesh_of
 from inertiakv_jax.commands.terminal import console
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
@@ -27,9 +28,13 @@ Needs the extra 'eval': pip install 'inertiakv-jax[eval]'.
 Examples:
   inertiakv eval --config eval/ruler-small --out runs/ruler
   inertiakv eval --tasks vt fwe --lengths 1024 --policies full lazy4 --samples 5 --out runs/vt
-  inertiakv eval --config paper/longbench --data-dir data --shard 0/4 --out runs/longbench
+  inertiakv eval --config paper/longbench --coordinator auto --mesh model=4 --out runs/longbench
 """
 
+_NOT_SETTINGS = (
+    *("out", "config", "shard", "mesh"),
+    *("coordinator", "num_processes", "process_id"),
+)
 _NONE_SHOWN = arg(help_behavior_hint="")
 
 
@@ -67,18 +72,31 @@ class Evaluate:
     data_dir: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Folder with longbench/*.jsonl, longbench-v2/data.json, ruler/*.json, instead of the hub."""
     shard: Annotated[str, arg(metavar="I/N")] = "0/1"
-    """This host's part of a run that N hosts share."""
+    """This process' part of a run that N share without knowing of each other."""
+    mesh: MeshOption = None
+    """Devices of each process that share the work, like data=4,model=2: rows over data, heads over
+    model."""
+    coordinator: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
+    """Of a job of several processes, which share the examples: where the first one listens; auto
+    on TPU pods and under Slurm. Or JAX_COORDINATOR_ADDRESS in the environment, like the others."""
+    num_processes: Annotated[int | None, _NONE_SHOWN] = None
+    """Processes of the job."""
+    process_id: Annotated[int | None, _NONE_SHOWN] = None
+    """Which of them this is, from 0."""
 
     def run(self) -> None:
         """Evaluate and say where the results are."""
         log = console()
         shard, shards = parse_shard(self.shard)
         settings = self.settings()
+        from inertiakv_jax import distributed
         from inertiakv_jax.eval import runner
         from inertiakv_jax.weights.load import load
 
+        distributed.join(self.coordinator, self.num_processes, self.process_id)
+        mesh = mesh_of(self.mesh, settings.batch, local=True)
         log.print(f"Loading {settings.model}")
-        lm = load(settings.model, dtype=settings.dtype, revision=settings.revision)
+        lm = load(settings.model, dtype=settings.dtype, revision=settings.revision, mesh=mesh)
         log.print("Making the examples")
         with _progress(log) as on_progress:
             runner.run(settings, lm, self.out, shard=shard, shards=shards, on_progress=on_progress)
@@ -97,7 +115,7 @@ class Evaluate:
             fields |= read_config(self.config)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and field.name not in ("out", "config", "shard"):
+            if value is not None and field.name not in _NOT_SETTINGS:
                 fields[field.name] = str(value) if isinstance(value, Path) else value
         if "tasks" not in fields:
             raise ValueError("say what to evaluate: --tasks, or a --config that names them")
