@@ -19,6 +19,7 @@ from inertiakv_jax.commands import (
     knobs,
     models,
     report,
+    trace,
     train_scorer,
 )
 from inertiakv_jax.commands.terminal import console
@@ -50,6 +51,7 @@ Command = (
     | Annotated[models.Models, tyro.conf.subcommand("models", description=models.DESCRIPTION)]
     | Annotated[convert.Convert, tyro.conf.subcommand("convert", description=convert.DESCRIPTION)]
     | Annotated[report.Report, tyro.conf.subcommand("report", description=report.DESCRIPTION)]
+    | Annotated[trace.Trace, tyro.conf.subcommand("trace", description=trace.DESCRIPTION)]
     | Annotated[
         train_scorer.TrainScorer,
         tyro.conf.subcommand("train-scorer", description=train_scorer.DESCRIPTION),
