@@ -18,6 +18,7 @@ from inertiakv_jax.commands import (
     generate,
     knobs,
     models,
+    plan,
     report,
     trace,
     train_scorer,
@@ -50,6 +51,7 @@ Command = (
     | Annotated[knobs.Knobs, tyro.conf.subcommand("knobs", description=knobs.DESCRIPTION)]
     | Annotated[models.Models, tyro.conf.subcommand("models", description=models.DESCRIPTION)]
     | Annotated[convert.Convert, tyro.conf.subcommand("convert", description=convert.DESCRIPTION)]
+    | Annotated[plan.Plan, tyro.conf.subcommand("plan", description=plan.DESCRIPTION)]
     | Annotated[report.Report, tyro.conf.subcommand("report", description=report.DESCRIPTION)]
     | Annotated[trace.Trace, tyro.conf.subcommand("trace", description=trace.DESCRIPTION)]
     | Annotated[

@@ -26,6 +26,16 @@ WEIGHT_FILES = ("*.safetensors",)
 NOT_WANTED = ("consolidated*", "*/*")
 
 
+def download_config(hub_id: str, revision: str | None = None) -> Path:
+    """Fetch all of a repository but its weights; as ``download`` otherwise."""
+    folder = _snapshot(hub_id, revision, SMALL_FILES)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{hub_id} has no config.json: not a model for transformers")
+    config_from_hf(read_json(config))
+    return folder
+
+
 def download(hub_id: str, revision: str | None = None) -> Path:
     """Fetch a repository's config, tokenizer and safetensors into the hub's own cache.
 
@@ -42,11 +52,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
         ValueError: no such repository, no access to it, or a model that is not supported.
         ConnectionError: it is neither cached nor within reach.
     """
-    folder = _snapshot(hub_id, revision, SMALL_FILES)
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ValueError(f"{hub_id} has no config.json: not a model for transformers")
-    config_from_hf(read_json(config))
+    download_config(hub_id, revision)
     return _snapshot(hub_id, revision, SMALL_FILES + WEIGHT_FILES)
 
 
