@@ -17,6 +17,7 @@ from inertiakv_jax.pallas_kernels.decode_attention.api import (
     check_implementation,
     decode_attention,
 )
+from inertiakv_jax.pallas_kernels.write_token.api import write_token
 from inertiakv_jax.scoring import SCORERS, Attended, LearnedParams
 from inertiakv_jax.sharding import (
     CACHE,
@@ -291,8 +292,9 @@ def _write_and_attend(
     [1, B, K, S].
     """
     (query, key, value), (keys, values), (slot, valid, positions) = token, cache, slots
-    keys = _write_token(keys, key[:, 0], slot)
-    values = _write_token(values, value[:, 0], slot)
+    plain = "xla" if execution.implementation == "xla" else None
+    keys = write_token(keys, key[:, 0], slot, implementation=plain)
+    values = write_token(values, value[:, 0], slot, implementation=plain)
     output, mass = decode_attention(
         query[:, 0],
         keys,
@@ -323,24 +325,6 @@ def _write_and_attend(
     else:
         scores = tuple(score.sum(axis=1)[None] / (num_kv_heads * copies) for score in scores)
     return output[:, None], keys, values, scores
-
-
-def _write_token(cache: Array, token: Array, slot: Array) -> Array:
-    """Put a [B, K, D] key or value into slot [B] or [B, K] of [B, K, S, D], in place.
-
-    Slot S is dropped. One scatter row per kv head, at least two, and a barrier behind: XLA:CPU (jax
-    0.10) turns the update of a single row into one it fuses with each reader, copying the cache
-    three times a step.
-    """
-    batch, num_kv_heads, slots, head_dim = cache.shape
-    rows, heads = jnp.arange(batch)[:, None], jnp.arange(num_kv_heads)[None]
-    places = slot if slot.ndim == 2 else slot[:, None]
-    if batch == num_kv_heads == 1:
-        heads = jnp.zeros((1, 2), jnp.int32)
-        places = jnp.concatenate([places, jnp.full_like(places, slots + 1)], axis=1)  # dropped
-        token = jnp.broadcast_to(token, (1, 2, head_dim))
-    written = cache.at[rows, heads, places].set(token, mode="drop", unique_indices=True)
-    return jax.lax.optimization_barrier(written)
 
 
 def _replace_at(leaves: tuple[Array, ...], index: int, leaf: Array) -> tuple[Array, ...]:

@@ -19,6 +19,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,16 @@ class Compilation:
     """The optimised HLO."""
 
 
+def copies(text: str, elements: int) -> list[str]:
+    """Instructions that move a whole array of so many elements, in HBM or on the way to VMEM."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"= \(?\w+\[([\d,]+)\]\S*(?:,.*\))? (copy|copy-start|transpose)\(", line)
+        if match and math.prod(map(int, match[1].split(","))) == elements:
+            found.append(line.strip()[:200])
+    return found
+
+
 def skip_unless_installed(target: str) -> None:
     """Skips the calling test, with the reason, where the compiler for ``target`` is absent."""
     if target in TPU_TOPOLOGIES:
@@ -151,7 +162,7 @@ def compile_cases(
     mesh: Mapping[str, int] | None = None,
     options: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 300.0,
+    timeout: float = 900.0,
 ) -> list[Compilation]:
     """Compile a program for a target, once per case, in one process.
 

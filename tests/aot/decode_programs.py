@@ -1,4 +1,4 @@
-"""The whole decode loop of Llama-3.1-8B on eight devices, for ``compile_ahead``."""
+"""The whole decode loop of real models, for ``compile_ahead``."""
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,37 @@ COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by out
 ROWS = ("o_proj", "down_proj")  # split by input features
 
 
-def llama_8b(layers: int) -> DecoderModel:
-    """Llama-3.1-8B's shapes with fewer layers: each compiles to the same program."""
+# Real models' shapes; layers are few, for each compiles to the same program.
+SHAPES = {
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+    },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+    },
+}
+
+
+def decode_loop(mesh, *, shapes, policy, layers, batch, slots, implementation):
+    """``STEPS`` steps in place over a cache of ``slots``."""
     config = ModelConfig(
         "llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
+        **SHAPES[shapes],
         num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         rope_theta=500000.0,
         max_position_embeddings=131072,
     )
-    return DecoderModel(config, "bfloat16")
-
-
-def decode_loop(mesh, *, policy, layers, batch, slots, implementation):
-    """``STEPS`` steps in place over a cache of ``slots``."""
-    model = llama_8b(layers)
+    model = DecoderModel(config, "bfloat16")
     chosen = ikv.policies.by_name(policy)
     mesh = layout(mesh, model)
     execution = Execution(implementation, mesh)

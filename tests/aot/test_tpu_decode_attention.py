@@ -1,10 +1,9 @@
 """The TPU kernel of decode attention compiles for TPUs, at the shapes of real models."""
 
-import math
 import re
 
 import pytest
-from aot.compile_ahead import TPU_TOPOLOGIES, compile_cases
+from aot.compile_ahead import TPU_TOPOLOGIES, compile_cases, copies
 
 from inertiakv_jax.pallas_kernels.decode_attention import shapes
 
@@ -33,20 +32,12 @@ CASES = [
     # Rows of which a core's VMEM holds no logits: they go through HBM.
     {"heads": [16, 1, 128], "batch": 1, "slots": 1 << 20},
 ]
+# Larger than VMEM, to which XLA may move caches that fit.
 LOOPS = [
-    case(shapes.LLAMA_3_1_8B, 8, 6464),
-    case(shapes.SMOLLM2_135M, 8, 6528),
+    case(shapes.LLAMA_3_1_8B, 8, 16384),
+    case(shapes.SMOLLM2_135M, 32, 16384),
+    {"heads": [32, 8, 96], "batch": 16, "slots": 6464, "dtype": "float32", "slot_per_head": True},
 ]
-
-
-def copies(text: str, elements: int) -> list[str]:
-    """Instructions that move a whole array of so many elements, in HBM or on the way to VMEM."""
-    found = []
-    for line in text.splitlines():
-        match = re.search(r"= \(?\w+\[([\d,]+)\]\S*(?:,.*\))? (copy|copy-start|transpose)\(", line)
-        if match and math.prod(map(int, match[1].split(","))) == elements:
-            found.append(line.strip()[:200])
-    return found
 
 
 def kv_elements(case) -> int:
@@ -86,7 +77,7 @@ def test_loop_updates_the_cache_in_place(target):
         assert compilation.error is None, (case, compilation.error)
         assert "tpu_custom_call" in compilation.text
         assert copies(compilation.text, kv_elements(case)) == [], case
-        kv_bytes = 2 * kv_elements(case) * 2
+        kv_bytes = 2 * kv_elements(case) * (4 if case.get("dtype") == "float32" else 2)
         assert compilation.memory["alias"] >= kv_bytes
         assert compilation.memory["temp"] < 0.1 * kv_bytes
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from inertiakv_jax.pallas_kernels.decode_attention import tpu
 from inertiakv_jax.pallas_kernels.evict import api
+from inertiakv_jax.pallas_kernels.write_token.api import write_token
 
 Struct = jax.ShapeDtypeStruct
 
@@ -48,24 +49,18 @@ def decode_attention(
     return attend, _arrays(heads, batch, slots, dtype, valid_per_head)
 
 
-def decode_loop(mesh, *, heads, batch, slots, dtype="bfloat16"):
+def decode_loop(mesh, *, heads, batch, slots, dtype="bfloat16", slot_per_head=False):
     """Eight steps that each write a token into the donated cache and attend to it."""
     del mesh
     query, kv, _, valid = _arrays(heads, batch, slots, dtype, False)
     num_kv_heads = kv.shape[1]
-
-    def write(cache, token, slot):
-        # Row by row: XLA copies a cache with S last into another layout for a scatter.
-        for row in range(batch):
-            at = (row, 0, slot[row], 0)
-            cache = jax.lax.dynamic_update_slice(cache, token[row][None, :, None], at)
-        return cache
+    lead = (batch, num_kv_heads) if slot_per_head else (batch,)
 
     def loop(query, keys, values, valid, slot):
         def step(carry, _):
             query, keys, values, scores, slot = carry
             token = query[:, :num_kv_heads]
-            keys, values = write(keys, token, slot), write(values, token, slot)
+            keys, values = write_token(keys, token, slot), write_token(values, token, slot)
             query, mass = _attend(query, keys, values, valid, None, True)
             return (query, keys, values, scores + mass.sum(1), slot + 1), None
 
@@ -73,7 +68,7 @@ def decode_loop(mesh, *, heads, batch, slots, dtype="bfloat16"):
         carry, _ = jax.lax.scan(step, (query, keys, values, scores, slot), None, length=8)
         return carry
 
-    return loop, (query, kv, kv, valid, Struct((batch,), jnp.int32)), (1, 2)
+    return loop, (query, kv, kv, valid, Struct(lead, jnp.int32)), (1, 2)
 
 
 def evict(mesh, *, shape, implementation, scored=True):
