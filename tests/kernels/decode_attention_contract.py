@@ -32,6 +32,8 @@ SHAPES = [
     (1, 14, 2, 300, 128),
     (1, 16, 1, 128, 256),
 ]
+# An interpreted kernel is a large program of small steps, run once or twice.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CASES = [(shape, "float32") for shape in SHAPES]
 CASES += [(SHAPES[1], "bfloat16"), (SHAPES[4], "bfloat16"), (SHAPES[4], "float16")]
 
@@ -69,7 +71,7 @@ class DecodeAttentionContract:
                 tiles=tiles,
             )
 
-        return jax.jit(attend)
+        return jax.jit(attend, compiler_options=QUICK_TO_COMPILE)
 
     def check(self, got, inputs, valid, dtype, **options):
         """Output and mass against float64, the sum of the mass, and what is dead."""
