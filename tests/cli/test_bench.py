@@ -125,6 +125,7 @@ def test_bench_writes_what_it_measured(inertiakv, tiny_model, tmp_path):
         "new_tokens": 5,
         "repeats": 2,
         "ratio": 0.5,
+            "implementation": None,
     }
     assert measured["shape"] == {
         "layers": 2,
