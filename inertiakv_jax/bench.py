@@ -79,12 +79,19 @@ class PolicyContestant:
         """See ``Contestant``."""
         model, params, policy = self.lm.model, self.lm.params, self.policy
         decode_chunk = functools.partial(
-            decode, model, params, policy=policy, implementation=self.implementation
+            decode,
+            model,
+            params,
+            policy=policy,
+            implementation=self.implementation,
+            mesh=self.lm.mesh,
         )
         tokens, lengths = np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32)
         clock = _Clock()
         state, logits = prefill(
-            model, params, tokens, lengths, policy, max_new_tokens=new_tokens + 1
+            *(model, params, tokens, lengths, policy),
+            max_new_tokens=new_tokens + 1,
+            mesh=self.lm.mesh,
         )
         token = jax.block_until_ready(jax.numpy.argmax(logits, axis=-1))
         prefill_s = clock.lap()

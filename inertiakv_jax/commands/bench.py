@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, UseAppendAction, arg, subcommand
 
 from inertiakv_jax.commands import bench_kernels
+from inertiakv_jax.commands.devices import MeshOption, mesh_of
 from inertiakv_jax.commands.terminal import check_output, console, progress, write_file
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
@@ -47,6 +48,8 @@ class Bench:
     """Catalogue name, hub id, folder with config.json, or .gguf file."""
     dtype: str = "float32"
     """float32 or bfloat16."""
+    mesh: MeshOption = None
+    """Devices that share the one row, like model=4."""
     prompt_tokens: int = 4096
     """Length of the prompt, generated prose."""
     new_tokens: int = 64
@@ -88,8 +91,11 @@ class Bench:
         from inertiakv_jax.prompt_input import check_lengths
         from inertiakv_jax.weights.load import load
 
+        mesh = mesh_of(self.mesh, batch=1)
+        if mesh is not None and mesh.shape["data"] > 1:
+            raise ValueError(f"--mesh {self.mesh}: there is one row, which axis data cannot divide")
         busy = bench_report.busy_cpus()
-        lm = load(self.model, dtype=self.dtype)
+        lm = load(self.model, dtype=self.dtype, mesh=mesh)
         prompt = bench.prompt_of(lm, self.prompt_tokens)
         check_lengths(lm.model, np.asarray([len(prompt)]), self.new_tokens + 1)
         contestants, skipped = self._contestants(lm)
@@ -106,6 +112,7 @@ class Bench:
         settings = {
             "batch": 1,
             "dtype": self.dtype,
+            "mesh": self.mesh,
             "prompt_tokens": len(prompt),
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from inertiakv_jax.commands.devices import MeshOption, mesh_of
 from inertiakv_jax.commands.terminal import console, plain_table
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
@@ -43,6 +44,8 @@ class Generate:
     """Catalogue name, hub id, folder with config.json, or .gguf file."""
     dtype: str = "float32"
     """float32 or bfloat16."""
+    mesh: MeshOption = None
+    """Devices that share the work, like data=4,model=2: rows over data, heads over model."""
 
     policy: str = "inertiakv"
     """A method (full, inertiakv, lazy4, score-free, tova, h2o, snapkv, ...), with options behind
@@ -96,7 +99,8 @@ class Generate:
         from inertiakv_jax.weights.load import load
 
         check_implementation(self.implementation, platform=jax.devices()[0].platform)
-        lm = load(self.model, dtype=self.dtype)
+        mesh = mesh_of(self.mesh, batch=1)
+        lm = load(self.model, dtype=self.dtype, mesh=mesh)
         output = self._generate(lm, text, policy, sampling)
         if self.json:
             result = summary(output, lm, policy)

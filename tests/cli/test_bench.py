@@ -121,6 +121,7 @@ def test_bench_writes_what_it_measured(inertiakv, tiny_model, tmp_path):
     assert measured["settings"] == {
         "batch": 1,
         "dtype": "float32",
+        "mesh": None,
         "prompt_tokens": 100,
         "new_tokens": 5,
         "repeats": 2,
@@ -204,6 +205,7 @@ def test_busy_machine_is_told(lm, capsys):
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--prompt-tokens", "2048"], "exceed the model's 2048 positions"),
         (["--policies"], "nothing to time"),
+        (["--mesh", "heads=2"], "unknown axis 'heads'"),
         (["--json", "no/folder/b.json"], "the folder no/folder does not exist"),
     ],
 )

@@ -175,6 +175,7 @@ def test_methods_and_their_options_behind_commas(generate):
         (["x", "--dtype", "int8"], "dtype 'int8' is not supported; supported: float32, bfloat16"),
         (["x", "--model", "no/where/at/all"], "'no/where/at/all' does not exist; expected"),
         (["x", "--protect-first", "99"], "must fit the smallest budget"),
+        (["x", "--mesh", "model=8"], "mesh 'model=8' needs 8 devices, but there are 1"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(generate, arguments, message):

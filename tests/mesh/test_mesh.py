@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from evaluation.tiny import write_tiny
 from jax.sharding import AbstractMesh, Mesh
 from mesh.eight_devices import CONFIGS
 
@@ -17,7 +18,7 @@ from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.prompt_input import filled_up
 from inertiakv_jax.sharding import check_batch, layout, repeats
 
-SCRIPT = Path(__file__).parent / "eight_devices.py"
+HERE = Path(__file__).parent
 # Each family, each way to divide eight devices, each kind of ranking.
 CASES = (
     "qwen3 data=8 score-free",
@@ -36,18 +37,23 @@ CASES = (
 @pytest.fixture(scope="module")
 def results():
     """By case: whether tokens and positions are one device's, and how far scores are apart."""
+    done = on_eight_devices(HERE / "eight_devices.py", text="\n".join(CASES))
+    return {result["case"]: result for result in map(json.loads, done.stdout.splitlines())}
+
+
+def on_eight_devices(*arguments, text=None):
+    """Run Python on eight devices that are none."""
     flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        input="\n".join(CASES),
+        [sys.executable, *map(str, arguments)],
+        input=text,
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return {result["case"]: result for result in found}
+    return done
 
 
 @pytest.mark.slow
@@ -58,6 +64,34 @@ def test_eight_devices_keep_and_say_what_one_does(results, case):
     assert result["tokens"]
     assert result["positions"]
     assert result["scores"] < 1e-5
+
+
+def test_a_prompt_is_continued_alike_by_rows_that_are_added(tmp_path):
+    """Two kv heads over two devices, one row over four."""
+    folder, prompt = write_tiny(tmp_path / "tiny"), "the thin in the 12"
+    done = on_eight_devices(
+        *("-m", "inertiakv_jax", "generate", prompt, "--raw", "--model", folder),
+        *("--mesh", "data=4,model=2", "--ratio", "0.5", "--max-new-tokens", "20", "--json"),
+    )
+    expected = ikv.generate(ikv.load(folder), [prompt], ratio=0.5, max_new_tokens=20)
+    said = json.loads(done.stdout)
+    assert said["tokens"] == expected.tokens[0]
+    assert said["stats"]["kept_tokens"] == expected.stats.kept_tokens[0]
+    assert "Mesh data=4,model=2: 3 more rows for each batch of 1" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.real_weights
+def test_smollm2_on_meshes_that_do_not_divide_its_heads(smollm2):
+    """Nine query heads and three kv heads; three prompts, to which four devices want a fourth."""
+    meshes = ("data=4,model=2", "model=8")
+    done = on_eight_devices(HERE / "smollm2.py", "inertiakv", *meshes)
+    for line, mesh in zip(done.stdout.splitlines(), meshes, strict=True):
+        equal = {"mesh": mesh, "tokens": True, "positions": True, "kept": True}
+        assert json.loads(line) == equal
+    assert "8 devices share 3 kv heads and 9 query heads: 8 devices compute the same attention" in (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(

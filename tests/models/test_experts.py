@@ -1,6 +1,7 @@
 """The router by hand, and groups of rows with their own weights against one product per row."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,28 @@ def test_tokens_go_to_their_experts_alone():
     module = ExpertsMLP(CONFIG, EXPERTS, jnp.dtype("float32"))
     got = jax.jit(module.apply)({"params": params}, jnp.asarray(hidden, jnp.float32))
     np.testing.assert_allclose(got, expected, atol=1e-5)  # observed 1e-6
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_devices_with_half_of_the_experts_add_up_to_all(int8):
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.normal(size=(2, 30, 32)), jnp.float32)
+    logits = rng.normal(size=(2, 30, 4))
+    logits[0, :5] = [9.0, 8.0, 0.0, 0.0]  # both of a token's experts on one device
+    weights, chosen = route(jnp.asarray(logits, jnp.float32), EXPERTS)
+    kernels = {
+        f"{name}_proj": Kernels(
+            jnp.asarray(40 * kernel, jnp.int8) if int8 else jnp.asarray(kernel, jnp.float32),
+            jnp.full((4, kernel.shape[2]), 1 / 40, jnp.float32) if int8 else None,
+        )
+        for name, kernel in random_kernels(rng, 4).items()
+    }
+    expected = experts._mix(hidden, weights, chosen, kernels, activation="silu")
+    halves = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), kernels)
+    part = functools.partial(
+        experts._mix, activation="silu", experts_axis="expert", sum_axes=("expert",)
+    )
+    got = jax.vmap(part, in_axes=(None, None, None, 0), axis_name="expert")(
+        hidden, weights, chosen, halves
+    )
+    np.testing.assert_allclose(got, jnp.stack([expected] * 2), atol=1e-5)  # observed 1e-6
