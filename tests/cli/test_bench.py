@@ -126,7 +126,7 @@ def test_bench_writes_what_it_measured(inertiakv, tiny_model, tmp_path):
         "new_tokens": 5,
         "repeats": 2,
         "ratio": 0.5,
-            "implementation": None,
+        "implementation": None,
     }
     assert measured["shape"] == {
         "layers": 2,
