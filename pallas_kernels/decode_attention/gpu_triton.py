@@ -7,8 +7,8 @@ heads of the group are the rows of both matrix products. ``gpu_merge`` does the 
 Loads of keys and values carry the mask of the slots: a dead slot, or one beyond S, is not read but
 0. Nothing has to be cleared afterwards, and dead slots cost no bytes.
 
-With D = 128, G = 4 and bfloat16 ptxas reports, with mass and without, 80 and 72 registers a thread
-on A100 and 79 and 64 on H100 (jax 0.10.2: 96 and 72, 80 and 72), no spills, and 66 KiB of shared
+With D = 128, G = 4 and bfloat16 ptxas reports, with mass and without, 72 and 72 registers a thread
+on A100 and 72 and 64 on H100 (jax 0.10.2: 96 and 72, 80 and 72), no spills, and 66 KiB of shared
 memory: two thread blocks an SM. float32 products run on the ordinary cores, for TF32 would lose 13
 bits; they fit up to G = 32. Compiled ahead of time for A100 and H100, numbers checked in interpret
 mode; never run on a GPU.
