@@ -96,7 +96,11 @@ class Evaluate:
         distributed.join(self.coordinator, self.num_processes, self.process_id)
         mesh = mesh_of(self.mesh, settings.batch, local=True)
         log.print(f"Loading {settings.model}")
-        lm = load(settings.model, dtype=settings.dtype, revision=settings.revision, mesh=mesh)
+        lm = distributed.together(
+            lambda: load(
+                settings.model, dtype=settings.dtype, revision=settings.revision, mesh=mesh
+            )
+        )
         log.print("Making the examples")
         with _progress(log) as on_progress:
             runner.run(settings, lm, self.out, shard=shard, shards=shards, on_progress=on_progress)

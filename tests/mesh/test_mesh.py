@@ -18,6 +18,7 @@ from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.prompt_input import filled_up
 from inertiakv_jax.sharding import check_batch, layout, repeats
 
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 HERE = Path(__file__).parent
 # Each family, each way to divide eight devices, each kind of ranking.
 CASES = (
@@ -37,13 +38,15 @@ CASES = (
 @pytest.fixture(scope="module")
 def results():
     """By case: whether tokens and positions are one device's, and how far scores are apart."""
-    done = on_eight_devices(HERE / "eight_devices.py", text="\n".join(CASES))
+    done = on_eight_devices(
+        HERE / "eight_devices.py", text="\n".join(CASES), flags=QUICK_TO_COMPILE
+    )
     return {result["case"]: result for result in map(json.loads, done.stdout.splitlines())}
 
 
-def on_eight_devices(*arguments, text=None):
+def on_eight_devices(*arguments, text=None, flags=""):
     """Run Python on eight devices that are none."""
-    flags = "--xla_force_host_platform_device_count=8"
+    flags += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         input=text,
