@@ -175,6 +175,23 @@ def first_step(
     execution: Execution = ON_THIS_MACHINE,
 ) -> tuple[KVState, Array]:
     """Step 1: attend to the whole prompt, evict down to the budget, shrink the cache."""
+    state, logits = attend_to_prompt(
+        model, params, state, token, knobs, ranking, execution=execution
+    )
+    return evict_to_budget(state, knobs, model.sliding_windows), logits
+
+
+def attend_to_prompt(
+    model: Model,
+    params: Params,
+    state: KVState,
+    token: Array,
+    knobs: Knobs,
+    ranking: Ranking,
+    *,
+    execution: Execution = ON_THIS_MACHINE,
+) -> tuple[KVState, Array]:
+    """Step 1 up to eviction; the state keeps its type, so a program can donate it."""
     state, cache, active, logits = insert_and_attend(
         *(model, params, state, token, knobs, ranking),
         rescore=True,
@@ -182,8 +199,7 @@ def first_step(
     )
     aged = aggregation.aggregate(state.scores, cache.total_increment, knobs.decay)
     scores = jnp.where(state.per_ranking(active)[..., None], aged, state.scores)
-    state = dataclasses.replace(state, scores=scores)
-    return evict_to_budget(state, knobs, model.sliding_windows), logits
+    return dataclasses.replace(state, scores=scores), logits
 
 
 def evict_to_budget(state: KVState, knobs: Knobs, windows: tuple[int | None, ...]) -> KVState:

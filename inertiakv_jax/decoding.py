@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from inertiakv_jax.attention import Execution
 from inertiakv_jax.decode_step import (
-    first_step,
+    attend_to_prompt,
+    evict_to_budget,
     later_step,
     refresh_due,
     run_due_body,
@@ -110,9 +111,10 @@ def decode(
             bodies=bodies,
             **static,
         )
-    small, tokens = _decode_first(model, params, state, first_token, knobs, choice, **static)
-    if donate:
-        _delete_cache(state)
+    first = _first_in_place if donate else _first_copy
+    full, tokens = first(model, params, state, first_token, knobs, choice, **static)
+    small = _evict(full, knobs, windows=model.sliding_windows, mesh=execution.mesh)
+    _delete_moved(full, small)
     if steps == 1:
         return small, tokens
     small, later = _decode_in_place(
@@ -177,29 +179,36 @@ def _decode_loop(
     return state, tokens.T
 
 
-def _decode_first_step(model, params, state, token, knobs, choice, *, ranking, execution):
-    state, logits = first_step(model, params, state, token, knobs, ranking, execution=execution)
-    state = on_mesh(state, execution.mesh)
+def _first_step(model, params, state, token, knobs, choice, *, ranking, execution):
+    state, logits = attend_to_prompt(
+        model, params, state, token, knobs, ranking, execution=execution
+    )
     state, emitted = choice(state, logits)
     return state, emitted[:, None]
 
 
-# Module-level jits: one cache of programs for the life of the process. The loop's state is
-# donated, here and nowhere lower, because a step would otherwise copy the whole cache once.
+def _evict_to_budget(state, knobs, *, windows, mesh):
+    return on_mesh(evict_to_budget(state, knobs, windows), mesh)
+
+
+# Module-level jits: one cache of programs for the life of the process. The state is donated, here
+# and nowhere lower, because a step would otherwise copy the whole cache once. Step 1 is two
+# programs: in one, whose result has another shape, nothing could be donated, and inserting the
+# token would copy the full cache.
 _STATIC = ("model", "steps", "bodies", "ranking", "execution")
 _decode_in_place = jax.jit(_decode_loop, static_argnames=_STATIC, donate_argnames="state")
 _decode_copy = jax.jit(_decode_loop, static_argnames=_STATIC)
-_decode_first = jax.jit(_decode_first_step, static_argnames=("model", "ranking", "execution"))
+_FIRST_STATIC = ("model", "ranking", "execution")
+_first_in_place = jax.jit(_first_step, static_argnames=_FIRST_STATIC, donate_argnames="state")
+_first_copy = jax.jit(_first_step, static_argnames=_FIRST_STATIC)
+_evict = jax.jit(_evict_to_budget, static_argnames=("windows", "mesh"))
 
 
-def _delete_cache(state: KVState) -> None:
-    """Free the full cache now: the caller's reference would keep it alive through the loop.
-
-    Donation cannot do it, for no output has its shape.
-    """
-    for leaf in (*state.keys, *state.values):
-        # A restored state may lie in NumPy arrays, which jax has copied already.
-        if isinstance(leaf, Array) and not isinstance(leaf, Tracer):
+def _delete_moved(full: KVState, small: KVState) -> None:
+    """Free what was gathered from the full cache: its last reference goes too late."""
+    before, after = ((*state.keys, *state.values) for state in (full, small))
+    for leaf, moved in zip(before, after, strict=True):
+        if leaf.shape != moved.shape and not isinstance(leaf, Tracer):
             leaf.delete()
 
 

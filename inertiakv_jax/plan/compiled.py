@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from inertiakv_jax.plan.chips import GPU
 from inertiakv_jax.plan.collectives import KINDS, Collective, collectives
 from inertiakv_jax.plan.layers import extrapolate, samples
-from inertiakv_jax.plan.programs import DECODE_STEP, PREFILL, STEP_1, Program, programs
+from inertiakv_jax.plan.programs import (
+    DECODE_STEP,
+    EVICTION,
+    PREFILL,
+    STEP_1,
+    Program,
+    programs,
+)
 from inertiakv_jax.plan.sizes import device_bytes
 from inertiakv_jax.plan.topology import MeshShape, Topology, compile_only_mesh
 from inertiakv_jax.plan.workload import Slots, Workload
@@ -96,7 +103,7 @@ def compile_phases(
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 4)) as pool:
         compiled = list(pool.map(compile_one, lowered))
     found = {job[:2]: sample for job, sample in zip(lowered, compiled, strict=True)}
-    names = [name for name in (PREFILL, STEP_1, DECODE_STEP) if (name, 0) in found]
+    names = [name for name in (PREFILL, STEP_1, EVICTION, DECODE_STEP) if (name, 0) in found]
     return {
         name: _phase(workload, [found[name, index] for index in range(len(cut))]) for name in names
     }
@@ -112,12 +119,12 @@ def _lower(program: Program, topology: Topology, devices: Mesh) -> jax.stages.Lo
 def _held(workload: Workload, slots: Slots, mesh: MeshShape, name: str) -> int:
     """Bytes of weights and caches that are arguments or results of a program."""
     sizes = device_bytes(workload, slots, mesh)
-    caches = {
-        PREFILL: sizes.full_cache,
-        STEP_1: sizes.start_cache + sizes.kept_cache,
-        DECODE_STEP: sizes.kept_cache,
-    }
-    return sizes.weights + caches[name]
+    return {
+        PREFILL: sizes.weights + sizes.full_cache,
+        STEP_1: sizes.weights + sizes.start_cache,
+        EVICTION: sizes.start_cache + sizes.kept_cache,
+        DECODE_STEP: sizes.weights + sizes.kept_cache,
+    }[name]
 
 
 def _compile(lowered: jax.stages.Lowered, name: str, held: int) -> _Sample:

@@ -10,7 +10,7 @@ from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.plan.collectives import sent
 from inertiakv_jax.plan.compiled import Phase, compile_phases
 from inertiakv_jax.plan.layers import samples
-from inertiakv_jax.plan.programs import DECODE_STEP, PREFILL, STEP_1
+from inertiakv_jax.plan.programs import DECODE_STEP, EVICTION, PREFILL, STEP_1
 from inertiakv_jax.plan.request import Request
 from inertiakv_jax.plan.roofline import Roofline, roofline, score_sent_bytes
 from inertiakv_jax.plan.search import (
@@ -148,7 +148,8 @@ def _phase_rows(chosen: Candidate, phases: dict[str, Phase]) -> list[dict[str, A
     sizes = chosen.bytes
     caches = {
         PREFILL: (sizes.full_cache, 0),
-        STEP_1: (sizes.start_cache, sizes.kept_cache),
+        STEP_1: (sizes.start_cache, 0),
+        EVICTION: (sizes.start_cache, sizes.kept_cache),
         DECODE_STEP: (0, sizes.kept_cache),
     }
     if chosen.slots.kept is None and sizes.start_cache == sizes.full_cache:

@@ -1,4 +1,4 @@
-"""The three programs of a run, as functions of arrays that lie over a mesh."""
+"""The programs of a run, as functions of arrays that lie over a mesh."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from inertiakv_jax import decode_step, prefilling
+from inertiakv_jax.attention import Execution
 from inertiakv_jax.models.partitioning import param_shardings
 from inertiakv_jax.plan.sizes import empty_state
 from inertiakv_jax.plan.workload import Slots, Workload
@@ -18,7 +19,7 @@ from inertiakv_jax.sampling import sample
 from inertiakv_jax.sharding import ROW, SLOTS, layout, on_mesh, state_shardings
 from inertiakv_jax.state import SHARED
 
-PREFILL, STEP_1, DECODE_STEP = "prefill", "step 1", "decode step"
+PREFILL, STEP_1, EVICTION, DECODE_STEP = "prefill", "step 1", "eviction", "decode step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,11 @@ class Program:
 
 
 def programs(workload: Workload, slots: Slots, mesh: Mesh) -> dict[str, Program]:
-    """By name: prefill, step 1 where decoding evicts, and a later decode step."""
+    """By name: prefill, step 1 in two where decoding evicts, and a later decode step."""
     found = {PREFILL: prefill(workload, slots, mesh)}
     if slots.kept is not None:
         found[STEP_1] = step(workload, mesh, slots.start, kept_slots=slots.kept)
+        found[EVICTION] = eviction(workload, mesh, slots.start, slots.kept)
     found[DECODE_STEP] = step(workload, mesh, slots.decode)
     return found
 
@@ -68,7 +70,7 @@ def prefill(workload: Workload, slots: Slots, mesh: Mesh) -> Program:
 
 
 def step(workload: Workload, mesh: Mesh, slots: int, *, kept_slots: int | None = None) -> Program:
-    """One decode step and its most likely token; in place unless it is step 1.
+    """One decode step and its most likely token, in place; with ``kept_slots`` step 1's first part.
 
     Of a policy that scores some steps, one that does.
     """
@@ -76,7 +78,13 @@ def step(workload: Workload, mesh: Mesh, slots: int, *, kept_slots: int | None =
     policy, cut = _compilable(workload.policy), layout(mesh, model)
 
     def run(params, state, token):
-        state, logits = decode_step.step(model, params, state, token, policy, mesh=mesh)
+        if kept_slots is None:
+            state, logits = decode_step.step(model, params, state, token, policy, mesh=mesh)
+        else:
+            knobs, execution = policy.knobs(model), Execution(None, cut)
+            state, logits = decode_step.attend_to_prompt(
+                model, params, state, token, knobs, policy.ranking, execution=execution
+            )
         return on_mesh(state, cut), sample(logits, None, None, state.step)
 
     state = empty_state(model, batch, policy.retention, slots, kept_slots)
@@ -85,7 +93,20 @@ def step(workload: Workload, mesh: Mesh, slots: int, *, kept_slots: int | None =
         _placed(state, state_shardings(state, cut)),
         _array(mesh, ROW, (batch,)),
     )
-    return Program(run, arguments, donated=() if kept_slots else (1,))
+    return Program(run, arguments, donated=(1,))
+
+
+def eviction(workload: Workload, mesh: Mesh, slots: int, kept_slots: int) -> Program:
+    """Step 1's second part: choose what stays, and gather it into a small cache."""
+    model, policy = workload.model, _compilable(workload.policy)
+    cut = layout(mesh, model)
+
+    def run(state):
+        knobs = policy.knobs(model)
+        return on_mesh(decode_step.evict_to_budget(state, knobs, model.sliding_windows), cut)
+
+    state = empty_state(model, workload.batch, policy.retention, slots, kept_slots)
+    return Program(run, (_placed(state, state_shardings(state, cut)),))
 
 
 def _compilable(policy: Policy) -> Policy:
