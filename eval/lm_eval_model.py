@@ -146,9 +146,12 @@ def adapter() -> type:
             self.policy = policies.by_name(policy, ratio=ratio, **options)
             self.lm = load(model, dtype=dtype) if lm is None else lm
             self.tokenizer = self.lm.tokenizer
-            self.tokenizer_name = self.lm.name.replace("/", "__")
             self.batch_size = 1 if batch_size == "auto" else int(batch_size)
             self.max_gen_toks = max_gen_toks
+
+        @property
+        def tokenizer_name(self) -> str:
+            return self.lm.name.replace("/", "__")
 
         @property
         def eot_token_id(self) -> int:
