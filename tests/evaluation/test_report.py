@@ -164,7 +164,7 @@ def test_command_writes_page_and_tables(inertiakv, tmp_path):
 def test_bad_command_is_named(arguments, message, inertiakv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
-    write_run(tmp_path / "twice", [records()[0]] * 2)
+    write_run(tmp_path / "twice", [records()[0], records()[0] | {"prediction": "another"}])
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text(json.dumps(DESCRIPTION))
     done = inertiakv("report", *arguments)
