@@ -107,7 +107,8 @@ class PrefillCache:
         """``attend`` on every device, over its own rows and heads, and its slots of ``CONTEXT``."""
         if self.mesh is None:
             return attend
-        axes = {"group_axis": GROUP, "context_axis": CONTEXT if window is None else None}
+        divided = window is None and self.mesh.shape[CONTEXT] > 1
+        axes = {"group_axis": GROUP, "context_axis": CONTEXT if divided else None}
         cache = FULL_CACHE if window is None else CACHE
         return jax.shard_map(
             functools.partial(attend, **axes),
@@ -141,11 +142,18 @@ def _write_and_attend(
     """
     (grouped, key, value), (offset, lengths) = token, where
     query = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
-    if context_axis is not None:  # from here on counted from the first slot on this device
-        offset = offset - jax.lax.axis_index(context_axis) * cache[0].shape[2]
-    going_on = offset < lengths if window is not None else None
-    keys = _write_chunk(cache[0], key, offset, going_on)
-    values = _write_chunk(cache[1], value, offset, going_on)
+    slots = cache[0].shape[2]
+    place, written = offset, None
+    if window is not None:
+        # A row that has ended must not lose its window to the padding behind it.
+        place, written = offset % slots, offset < lengths
+    elif context_axis is not None:
+        # From here on counted from the first slot on this device, which may not have the place.
+        offset = offset - jax.lax.axis_index(context_axis) * slots
+        place = jnp.clip(offset, 0, slots - key.shape[1])
+        written = jnp.broadcast_to(place == offset, lengths.shape)
+    keys = _write_chunk(cache[0], key, place, written)
+    values = _write_chunk(cache[1], value, place, written)
     output, normalizer = chunk_attention(
         query, keys, values, offset, window=window, soft_cap=soft_cap, context_axis=context_axis
     )
@@ -157,22 +165,18 @@ def _write_and_attend(
     return output.reshape(grouped.shape), keys, values, mass
 
 
-def _write_chunk(cache: Array, chunk: Array, offset: Array, going_on: Array | None) -> Array:
-    """Put a [B, C, K, D] chunk at position ``offset`` of [B, K, S, D].
+def _write_chunk(cache: Array, chunk: Array, place: Array, written: Array | None) -> Array:
+    """Put a [B, C, K, D] chunk into slots ``place`` .. of [B, K, S, D], for rows ``written`` [B].
 
-    With ``going_on`` [B] into a ring, where a row that has ended must not lose its window to the
-    padding behind it; else nowhere, if its place is not among the slots.
+    None writes all rows, without reading what is there.
     """
-    chunk, slots = chunk.swapaxes(1, 2), cache.shape[2]
-    if going_on is None:
-        place = jnp.clip(offset, 0, slots - chunk.shape[2])
-        written = (place == offset).reshape(1, 1, 1, 1)
-    else:
-        place, written = offset % slots, going_on[:, None, None, None]
+    chunk = chunk.swapaxes(1, 2)
     zero = jnp.zeros_like(place)  # a literal 0 is int64 under jax_enable_x64
     start = (zero, zero, place, zero)
-    old = jax.lax.dynamic_slice(cache, start, chunk.shape)
-    return jax.lax.dynamic_update_slice(cache, jnp.where(written, chunk, old), start)
+    if written is not None:
+        old = jax.lax.dynamic_slice(cache, start, chunk.shape)
+        chunk = jnp.where(written[:, None, None, None], chunk, old)
+    return jax.lax.dynamic_update_slice(cache, chunk, start)
 
 
 def chunk_attention(
