@@ -84,8 +84,10 @@ def test_compiles(target):
         # Only the kernel, called once, reads keys and values: no copy, no second pass.
         (reader,) = readers(compilation.text, shape)
         assert CALL[kernel] in reader, (options, reader[:200])
-        # The merge: one kernel for the output, three for the mass, two to pack Mosaic's mask.
-        most = 1 + 3 * options.get("return_mass", True) + 2 * (kernel == "mosaic")
+        # The merge: one kernel for the output, three for the mass and, from jax 0.12 on, one to cut
+        # it to slots that no tile divides; two to pack Mosaic's mask.
+        of_mass = 3 + (options["slots"] % 16 > 0)
+        most = 1 + of_mass * options.get("return_mass", True) + 2 * (kernel == "mosaic")
         assert len(re.findall(r" fusion\(", compilation.text)) <= most, options
         if math.prod(shape) > 1 << 24:
             assert compilation.memory["temp"] < 0.05 * kv_bytes(options), options
