@@ -169,10 +169,12 @@ def _experts_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
-    if config.query_scale_dim is None:
+    scale = config.query_scale_dim
+    if scale is None:
         return {}
     fields = {
-        "query_pre_attn_scalar": config.query_scale_dim,
+        # transformers takes no 256.0 for the 256 that is published.
+        "query_pre_attn_scalar": int(scale) if float(scale).is_integer() else scale,
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logits_soft_cap,
     }
