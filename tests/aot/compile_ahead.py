@@ -31,87 +31,16 @@ from typing import Any
 
 import pytest
 
+from inertiakv_jax.plan.child import ENVIRONMENT
+from inertiakv_jax.plan.chips import CHIPS, GPU
+from inertiakv_jax.plan.topology import gpu_target_config
+
 HERE = Path(__file__).parent
 
 # Chips of one generation; a mesh of fewer devices takes the first ones.
 TPU_TOPOLOGIES = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
 
-# libtpu asks the cloud's metadata server about the machine unless it is told.
-TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several compiling processes at a time
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """What XLA is told about a GPU: the fields of its GpuTargetConfigProto that differ."""
-
-    name: str  # Pallas reads the architecture from it
-    compute_capability: tuple[int, int]
-    features: str  # ACCELERATED_FEATURES makes compute capability 9.0 into sm_90a
-    cores: int
-    fpus_per_core: int
-    shared_memory_per_block: int  # bytes, opted in
-    shared_memory_per_core: int  # bytes
-    l2_cache: int  # bytes
-    memory: int  # bytes
-    bandwidth: int  # bytes per second
-    clock_ghz: float
-
-    def target_config(self) -> str:
-        """The text that ``topologies.get_topology_desc`` wants."""
-        major, minor = self.compute_capability
-        return f"""
-gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {self.features} }}
-  core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {self.shared_memory_per_block}
-  shared_memory_per_core: {self.shared_memory_per_core}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  l2_cache_size: {self.l2_cache} device_memory_size: {self.memory}
-  memory_bandwidth: {self.bandwidth} clock_rate_ghz: {self.clock_ghz}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-device_description_str: "{self.name}"
-"""
-
-
-GPUS = {
-    "a100": Gpu(
-        name="NVIDIA A100-SXM4-80GB",
-        compute_capability=(8, 0),
-        features="NONE",
-        cores=108,
-        fpus_per_core=64,
-        shared_memory_per_block=166912,
-        shared_memory_per_core=167936,
-        l2_cache=41943040,
-        memory=80 << 30,
-        bandwidth=2_039_000_000_000,
-        clock_ghz=1.41,
-    ),
-    "h100": Gpu(
-        name="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        features="ACCELERATED_FEATURES",
-        cores=132,
-        fpus_per_core=128,
-        shared_memory_per_block=232448,
-        shared_memory_per_core=233472,
-        l2_cache=52428800,
-        memory=80 << 30,
-        bandwidth=3_352_000_000_000,
-        clock_ghz=1.98,
-    ),
-}
+GPUS = {name: chip for name, chip in CHIPS.items() if chip.platform == GPU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +121,9 @@ def compile_cases(
     with tempfile.TemporaryDirectory() as folder:
         request_file, result_file = Path(folder, "request.json"), Path(folder, "result.json")
         request_file.write_text(json.dumps(request))
-        # JAX_PLATFORMS=cpu also turns off the CUDA plugin's search for a driver.
         child = subprocess.run(
             [sys.executable, str(Path(__file__).resolve()), str(request_file), str(result_file)],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **TPU_ENVIRONMENT, **(environment or {})},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -250,7 +178,7 @@ def _mesh(target: str, axes: Mapping[str, int]):
     else:
         # "<slices>x<hosts>x<GPUs of a host>"
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=GPUS[target].target_config(), topology=f"1x1x{count}"
+            platform="cuda", target_config=gpu_target_config(GPUS[target]), topology=f"1x1x{count}"
         )
     devices = np.array(topology.devices[:count]).reshape(tuple(axes.values()))
     return jax.sharding.Mesh(devices, tuple(axes))
