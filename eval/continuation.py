@@ -12,6 +12,7 @@ from jax import Array
 
 from inertiakv_jax.budget import kv_bytes_per_token, window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
+from inertiakv_jax.distributed import fetch
 from inertiakv_jax.generation import CHUNK_STEPS, held_tokens, rows_done
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.observation import Observing
@@ -190,11 +191,11 @@ def _continued(
 ) -> Answers:
     lengths = read.lengths
     rows = [RowText(lm.tokenizer, request.stop) for _ in lengths]
-    _push(rows, np.asarray(read.first)[:, None], request)
+    _push(rows, fetch(read.first)[:, None], request)
     state, seconds, timed = _decode(lm, state, read.first, rows, policy, request, donate)
     for row in rows:
         row.push((), end=True)
-    model, seen = lm.model, np.asarray(state.next_position).astype(int)[: len(rows)]
+    model, seen = lm.model, fetch(state.next_position).astype(int)[: len(rows)]
     held = held_tokens(state)[: len(rows)]
     token_bytes = kv_bytes_per_token(model)
     window_bytes = np.asarray([window_kv_bytes(model, tokens) for tokens in seen.tolist()])
@@ -244,7 +245,7 @@ def _decode(
         limit = min(steps, remaining)
         start = time.perf_counter()
         state, tokens = decoded(state, token, steps=steps, limit=limit, donate=donate)
-        columns = np.asarray(tokens)[:, :limit]
+        columns = fetch(tokens)[:, :limit]
         if not step_one:
             seconds += time.perf_counter() - start
             timed += int((columns != NO_TOKEN).sum())
@@ -264,7 +265,7 @@ def _push(rows: list[RowText], columns: np.ndarray, request: Request) -> None:
 
 
 def _check_finite(state: KVState) -> None:
-    broken = np.flatnonzero(~np.asarray(state.finite))
+    broken = np.flatnonzero(~fetch(state.finite))
     if broken.size:
         raise FloatingPointError(
             f"the logits of rows {broken.tolist()} hold NaN or infinity; are the weights sound, "

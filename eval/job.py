@@ -1,13 +1,55 @@
 """What the processes of a job tell each other about the run that they share."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from inertiakv_jax.distributed import gather
+from inertiakv_jax.distributed import gather, together
 from inertiakv_jax.eval import records
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """This process' part of a run.
+
+    Attributes:
+      shard: which of ``shards`` parts.
+      shards: how many there are.
+      lockstep: other processes do the same part with it: their devices form one mesh.
+      writes: this one of them writes the records.
+    """
+
+    shard: int
+    shards: int
+    lockstep: bool = False
+    writes: bool = True
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do the part, and wait for those of the others.
+
+        In lockstep a process that fails does not wait: the others may stand still in the middle of
+        a step, which it would have to do with them. jax ends them minutes after this one's exit.
+        """
+        if self.lockstep:
+            work()
+        else:
+            together(work)
+
+
+def share_of(mesh: Mesh | None) -> Share:
+    """What a process of the job does of a run, given the mesh of its model."""
+    index, count = jax.process_index(), jax.process_count()
+    members = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+    return Share(
+        shard=index // members,
+        shards=count // members,
+        lockstep=members > 1,
+        writes=index % members == 0,
+    )
 
 
 def check_alike(described: Mapping[str, Any]) -> None:

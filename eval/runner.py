@@ -1,16 +1,16 @@
 """Evaluate policies on tasks over one loaded model, one record per example and policy."""
 
+import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from inertiakv_jax.distributed import together
-from inertiakv_jax.eval import continuation, job, records
-from inertiakv_jax.eval.continuation import Answers
+from inertiakv_jax.eval import job, records
+from inertiakv_jax.eval.batches import Batch, in_batches, run_batch
 from inertiakv_jax.eval.description import description
 from inertiakv_jax.eval.prompting import Prompting
 from inertiakv_jax.eval.records import RecordFile
@@ -19,7 +19,6 @@ from inertiakv_jax.eval.sources import Sources
 from inertiakv_jax.eval.tasks.catalogue import tasks_named
 from inertiakv_jax.eval.tasks.task import Example, Request, Task
 from inertiakv_jax.language_model import LanguageModel
-from inertiakv_jax.policy import Policy
 
 _MOST_MAPPINGS = 40_000
 """Memory mappings of compiled programs before they are forgotten; Linux lets a process have
@@ -45,16 +44,6 @@ class Progress:
     group: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    task: Task
-    examples: tuple[Example, ...]
-
-    @property
-    def work(self) -> int:
-        return sum(len(example.prompt) for example in self.examples)
-
-
 def run(
     settings: Settings,
     lm: LanguageModel,
@@ -68,8 +57,9 @@ def run(
 
     Each batch of examples is read once for all policies that allow it. A batch is always made of
     the same examples, so a resumed run gives what an undisturbed one gives. The processes of a job
-    (``distributed.join``) share the batches, each writing down its own; at the end the first puts
-    all of them into one file. How many there are may change from one start to the next.
+    (``distributed.join``) share the batches, each writing down its own; those whose devices the
+    model's mesh spans take the same ones, and the first of them writes. At the end process 0 puts
+    all records into one file. How many processes there are may change from one start to the next.
 
     Args:
       settings: what to evaluate.
@@ -90,14 +80,16 @@ def run(
     if jax.process_count() > 1:
         if shards > 1:
             raise ValueError("the processes of a job share it by themselves; leave out the shard")
-        shard, shards = jax.process_index(), jax.process_count()
+        share = job.share_of(lm.mesh)
+    else:
+        share = job.Share(shard, shards)
     prompting = Prompting(lm, settings.chat, settings.max_prompt_tokens)
     batches, found = together(lambda: _started(settings, prompting, folder))
     job.check_alike(records.read_description(folder))
     variants = settings.variants()
-    part = _Part(batches[shard::shards], variants, job.known_to_any(found))
-    path = records.record_path(folder, shard, shards)
-    together(lambda: _run_part(part, prompting, path, on_progress))
+    part = _Part(batches[share.shard :: share.shards], variants, job.known_to_any(found))
+    path = records.record_path(folder, share.shard, share.shards) if share.writes else None
+    share.do(lambda: _run_part(part, prompting, path, on_progress))
     if shards == 1 or jax.process_count() > 1:
         order = [
             (example.key, variant.label)
@@ -113,32 +105,32 @@ def run(
 
 def _started(
     settings: Settings, prompting: Prompting, folder: Path
-) -> tuple[list["_Batch"], list[dict[str, Any]]]:
+) -> tuple[list[Batch], list[dict[str, Any]]]:
     """All batches of the run, and the records that the folder has already."""
     examples = _examples(settings, prompting)
     records.start_or_resume(folder, description(settings, prompting.lm, examples))
-    return _batches(examples, prompting, settings.batch), records.read_records(folder)
+    return in_batches(examples, prompting, settings.batch), records.read_records(folder)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
     """What one process does of a run: ``done`` are keys of records that are there already."""
 
-    batches: list["_Batch"]
+    batches: list[Batch]
     variants: list[Variant]
     done: set[tuple[str, ...]]
 
 
 def _run_part(
-    part: _Part, prompting: Prompting, path: Path, on_progress: Callable[[Progress], None]
+    part: _Part, prompting: Prompting, path: Path | None, on_progress: Callable[[Progress], None]
 ) -> None:
     total = sum(len(batch.examples) for batch in part.batches) * len(part.variants)
     total_work = sum(batch.work for batch in part.batches) * len(part.variants)
     work = examples = 0
-    with RecordFile(path) as file:
+    with contextlib.nullcontext() if path is None else RecordFile(path) as file:
         for batch in part.batches:
-            for record_list in _run_batch(batch, part.variants, prompting, part.done):
-                for record in record_list:
+            for record_list in run_batch(batch, part.variants, prompting, part.done):
+                for record in record_list if file is not None else ():
                     file.append(record)
                 work += batch.work
                 examples += len(batch.examples)
@@ -177,133 +169,6 @@ def _examples(settings: Settings, prompting: Prompting) -> dict[Task, list[Examp
         depths=settings.depths,
     )
     return {task: task.examples(request) for task in tasks_named(settings.tasks)}
-
-
-def _batches(examples: dict[Task, list[Example]], prompting: Prompting, size: int) -> list[_Batch]:
-    """Batches of one task (and length) each; those of several rows are of about one length."""
-    found = []
-    for task, asked in examples.items():
-        groups: dict[str, list[Example]] = {}
-        for example in asked:
-            groups.setdefault(example.group, []).append(example)
-        for group in groups.values():
-            if size > 1:
-                group.sort(key=lambda example: prompting.count_tokens(example.prompt))
-            found += [
-                _Batch(task, tuple(group[start : start + size]))
-                for start in range(0, len(group), size)
-            ]
-    return found
-
-
-def _run_batch(
-    batch: _Batch,
-    variants: Sequence[Variant],
-    prompting: Prompting,
-    done: set[tuple[str, ...]],
-) -> Iterator[list[dict[str, Any]]]:
-    """Records of each variant that are not there yet; an empty list if all are."""
-    missing = [
-        variant
-        for variant in variants
-        if any((example.key, variant.label) not in done for example in batch.examples)
-    ]
-    for _ in range(len(variants) - len(missing)):
-        yield []
-    if not missing:
-        return
-    policies = [variant.make() for variant in missing]
-    first = _answered(batch.examples, prompting, policies)
-    for variant, policy, answers in zip(missing, policies, first, strict=True):
-        thoughts = None
-        final = answers
-        if batch.task.follow_up is not None:
-            thoughts = answers.texts
-            second = tuple(map(batch.task.follow_up, batch.examples, thoughts))
-            (final,) = _answered(second, prompting, [policy])
-        yield [
-            _record(batch.task, example, variant, policy, answers, final.texts[row], row)
-            | ({} if thoughts is None else {"thoughts": thoughts[row]})
-            for row, example in enumerate(batch.examples)
-            if (example.key, variant.label) not in done
-        ]
-
-
-def _answered(examples, prompting: Prompting, policies) -> Iterator[Answers]:
-    lm, first = prompting.lm, examples[0]
-    newline: tuple[int, ...] = ()
-    if first.ends_line:
-        newline = (lm.tokenizer("\n", add_special_tokens=False)["input_ids"][-1],)
-    ends = tuple(lm.eos_token_ids) + newline
-    request = continuation.Request(
-        max_new_tokens=first.max_new_tokens,
-        stop_tokens=ends,
-        not_first=ends if first.ends_line else (),
-        rows=tuple(example.index for example in examples),
-    )
-    return continuation.answers(lm, [prompting.encode(e) for e in examples], policies, request)
-
-
-def _record(
-    task: Task,
-    example: Example,
-    variant: Variant,
-    policy: Policy,
-    answers: Answers,
-    prediction: str,
-    row: int,
-) -> dict[str, Any]:
-    kept, evicted = answers.kept_tokens[row], answers.evicted[row]
-    should_evict = policy.evicts or policy.prefill is not None
-    new_tokens = answers.new_tokens[row]
-    if should_evict and "ratio" in variant.options and evicted == 0 and new_tokens > 1:
-        raise ValueError(
-            f"{variant.label} evicted nothing of {example.key} in {new_tokens} tokens: its score "
-            "would be the full cache's"
-        )
-    rate = answers.decode_tokens / answers.decode_s if answers.decode_s else None
-    return {
-        "example": example.key,
-        "variant": variant.label,
-        "benchmark": task.benchmark,
-        "group": example.group,
-        "policy": variant.policy,
-        "options": dict(variant.options),
-        "scores": task.score(example, prediction),
-        "prediction": prediction,
-        "references": list(example.references),
-        "tags": dict(example.tags),
-        "prompt_tokens": answers.prompt_tokens[row],
-        "new_tokens": new_tokens,
-        "kept_tokens": kept,
-        "evicted": evicted,
-        "kept_fraction": kept / (kept + evicted),
-        "should_evict": should_evict,
-        "kv_bytes_full": answers.kv_bytes_full[row],
-        "kv_bytes_kept": answers.kv_bytes_kept[row],
-        "cost": {
-            "batch": len(answers.texts),
-            "kv_bytes_allocated": answers.kv_bytes_allocated,
-            "prefill_s": answers.prefill_s,
-            "prefill_shared": answers.prefill_shared,
-            "decode_s": answers.decode_s,
-            "decode_tokens_per_s": rate,
-            "peak_bytes": peak_bytes(),
-        },
-    }
-
-
-def peak_bytes() -> dict[str, int | None]:
-    """Most memory that this process has held so far: of the device, and of the host."""
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    try:
-        import resource
-    except ImportError:  # no POSIX
-        host = None
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"device": statistics.get("peak_bytes_in_use"), "host": host}
 
 
 def _forget_programs_if_many() -> None:

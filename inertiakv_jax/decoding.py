@@ -19,9 +19,10 @@ from inertiakv_jax.decode_step import (
     run_due_body,
     step_kinds,
 )
+from inertiakv_jax.distributed import fetch
 from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.sampling import Sampling, sample
-from inertiakv_jax.sharding import check_batch, layout, on_mesh, state_shardings
+from inertiakv_jax.sharding import check_batch, layout, on_mesh, place
 from inertiakv_jax.state import KVState, ranking_shape
 from inertiakv_jax.typing import Model, Params
 
@@ -90,8 +91,7 @@ def decode(
     _check_decode(model, state, first_token, policy, steps, limit)
     check_batch(mesh, state.next_position.shape[0])
     execution = Execution(implementation, layout(mesh, model))
-    if execution.mesh is not None:
-        state = jax.device_put(state, state_shardings(state, execution.mesh))
+    state = place(state, execution.mesh)
     knobs = policy.knobs(model)
     choice = _Choice(sampling, key, jnp.asarray(tuple(stop_tokens), jnp.int32))
     limit = jnp.asarray(limit, jnp.int32)
@@ -237,16 +237,18 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
             "the state was consumed by an earlier decode: go on with the one that it returned, or "
             "give it donate=False"
         )
-    if np.any(np.where(state.finished, 0, first_token) < 0):
+    arrays = (state.finished, first_token, state.next_position, state.budget, state.num_held)
+    finished, tokens, positions, budget, held = map(fetch, arrays)
+    if np.any(np.where(finished, 0, tokens) < 0):
         raise ValueError(
-            f"first_token must be an id of every unfinished row, got {np.asarray(first_token)}; "
+            f"first_token must be an id of every unfinished row, got {tokens}; "
             "after a decode with limit= that is tokens[:, limit - 1]"
         )
     limit = int(limit)
     fewest = 0 if state.kept_slots is None else 1
     if not fewest <= limit <= steps:
         raise ValueError(f"limit must be in {fewest} .. steps={steps}, got {limit}")
-    seen = int(np.max(np.where(state.finished, 0, state.next_position)))
+    seen = int(np.max(np.where(finished, 0, positions)))
     if seen + limit > model.max_positions:
         raise ValueError(
             f"{seen} tokens and {limit} steps exceed the {model.max_positions} positions of the "
@@ -262,7 +264,6 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
             )
         return
     # A budget beyond the slots never makes room: the cache was sized for the tokens to come.
-    growing = np.asarray(state.budget) >= slots
-    held = int(np.max(np.where(growing, state.num_held, 0)))
-    if held and held + limit > slots:
-        raise ValueError(f"{held} tokens and {limit} steps exceed the {slots} slots of the cache")
+    most = int(np.max(np.where(budget >= slots, held, 0)))
+    if most and most + limit > slots:
+        raise ValueError(f"{most} tokens and {limit} steps exceed the {slots} slots of the cache")

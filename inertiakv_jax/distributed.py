@@ -67,6 +67,48 @@ def _number(given: int | None, variable: str, text: str | None) -> int | None:
     return int(text)
 
 
+def mesh_devices(needed: int) -> list[Any]:
+    """Devices for the mesh of this process: its own, or those of a group of processes.
+
+    Groups are of neighbours, all of one size; the processes of a group must do the same work.
+
+    Args:
+      needed: devices of the mesh, at least 1.
+
+    Returns:
+      This process' devices if they are enough, or if it is alone; else all of its group's.
+
+    Raises:
+      ValueError: the mesh does not take whole processes, or they are no whole groups.
+    """
+    own, count = jax.local_devices(), jax.process_count()
+    if needed <= len(own) or count == 1:
+        return own
+    members = needed // len(own)
+    if needed % len(own) or count % members:
+        whole = [str(n * len(own)) for n in range(2, count + 1) if count % n == 0]
+        raise ValueError(
+            f"a mesh of {needed} devices does not divide {count} processes of {len(own)} devices "
+            f"each; expected at most {len(own)}, or {' or '.join(whole)}"
+        )
+    group = jax.process_index() // members
+    return [device for device in jax.devices() if device.process_index // members == group]
+
+
+def fetch(array: Any) -> np.ndarray:
+    """``np.asarray``, also of an array of which other processes hold parts; all these must call it.
+
+    On one process, and of an array that each process has whole, nothing is exchanged.
+    """
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        from jax.experimental.multihost_utils import process_allgather
+
+        return np.asarray(process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
 def gather(value: Any) -> list[Any]:
     """What each process gives, in their order; all must call it. JSON values only.
 

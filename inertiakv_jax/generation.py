@@ -14,6 +14,7 @@ from inertiakv_jax import policies
 from inertiakv_jax.attention import check_implementation
 from inertiakv_jax.budget import window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
+from inertiakv_jax.distributed import fetch
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import prefill
@@ -191,7 +192,7 @@ class _Run:
         )
         token = sample(logits, self.sampling, self.key, state.step)
         _check_finite(state)
-        first = np.asarray(token)[:, None]
+        first = fetch(token)[:, None]
         prefill_s = time.perf_counter() - start
         yield self._push(first)
 
@@ -206,7 +207,7 @@ class _Run:
             limit = min(steps, remaining)
             start = time.perf_counter()
             state, tokens = self._decode(state, token, steps, limit)
-            columns = np.asarray(tokens)[:, :limit]
+            columns = fetch(tokens)[:, :limit]
             if not step_one:
                 timed_s += time.perf_counter() - start
                 timed_tokens += int((columns != NO_TOKEN).sum())
@@ -248,7 +249,7 @@ class _Run:
         self, state: KVState, lengths: np.ndarray, prefill_s: float, rate: float
     ) -> GenerationOutput:
         model = self.lm.model
-        seen = np.asarray(state.next_position)[: len(lengths)]
+        seen = fetch(state.next_position)[: len(lengths)]
         held = held_tokens(state)[: len(lengths)]
         kept = np.rint(held).astype(int)
         token_bytes = policies.kv_bytes_per_token(model)
@@ -281,7 +282,7 @@ def rows_done(rows: Sequence[RowText], state: KVState) -> Array:
 
 def held_tokens(state: KVState) -> np.ndarray:
     """[B] float64, tokens held: the mean over rankings, [B], [E, B] or [E, B, K]."""
-    held = np.asarray(state.num_held, np.float64)
+    held = fetch(state.num_held).astype(np.float64)
     rows = held.ndim // 2
     return held.mean(axis=tuple(axis for axis in range(held.ndim) if axis != rows))
 
@@ -326,10 +327,10 @@ def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_finite(state: KVState) -> None:
-    broken = np.flatnonzero(~np.asarray(state.finite))
+    broken = np.flatnonzero(~fetch(state.finite))
     if broken.size:
         raise FloatingPointError(
             f"the logits of rows {broken.tolist()} hold NaN or infinity after "
-            f"{np.asarray(state.next_position)[broken].tolist()} tokens; are the weights sound, "
+            f"{fetch(state.next_position)[broken].tolist()} tokens; are the weights sound, "
             "and does the dtype reach?"
         )

@@ -17,7 +17,7 @@ from inertiakv_jax.policy import Policy, check_policy
 from inertiakv_jax.prefill_attention import PrefillCache
 from inertiakv_jax.prompt_input import checked_prompts, checked_rows, is_prompt
 from inertiakv_jax.prompt_thinning import observing_of, rank, thin_out_prompt
-from inertiakv_jax.sharding import CONTEXT, TOKENS, check_batch, layout, state_shardings
+from inertiakv_jax.sharding import CONTEXT, TOKENS, check_batch, layout, place
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
@@ -195,7 +195,7 @@ def start(
         )
     # Set outside, for it is part of the state's type: inside, every capacity would compile anew.
     state = dataclasses.replace(state, kept_slots=kept_slots)
-    return state if read.mesh is None else jax.device_put(state, state_shardings(state, read.mesh))
+    return place(state, read.mesh)
 
 
 def _most_kept(model, policy, lengths, max_new_tokens) -> int:

@@ -8,6 +8,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from inertiakv_jax.distributed import fetch
 from inertiakv_jax.sharding import missing_rows
 from inertiakv_jax.typing import Model
 
@@ -24,7 +25,7 @@ def checked_prompts(
             "prefill needs concrete tokens and lengths, since they set the capacity; call it "
             "outside jit (it compiles itself)"
         )
-    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    tokens, lengths = fetch(tokens), fetch(lengths)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens must be int [B, T], got {tokens.dtype} {tokens.shape}")
     if tokens.shape[0] == 0:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from inertiakv_jax.distributed import fetch
 from inertiakv_jax.numerics import MASK_VALUE
 from inertiakv_jax.observation import block, block_logits, query_rows
 from inertiakv_jax.prefill_method import PrefillMethod
@@ -39,7 +40,7 @@ def reconstruction_scores(
       tokens: [B, S] int32, the prompts, padded to the slots of the cache.
       method: ``repeat_first`` and ``repeat_next``, what asks for the repetition.
     """
-    lengths, slots = np.asarray(state.next_position), state.num_slots
+    lengths, slots = fetch(state.next_position), state.num_slots
     chunk = CHUNK if slots % CHUNK == 0 else 64
     part = min(PART, slots)
     # One program for all parts: room for the longest request.

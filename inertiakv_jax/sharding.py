@@ -17,9 +17,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from inertiakv_jax.distributed import mesh_devices
 from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model
 
@@ -66,10 +69,12 @@ def make_mesh(text: str, devices: list[Any] | None = None) -> Mesh:
     Args:
       text: like "data=4,model=2"; axes are ``data``, ``model``, ``expert`` and ``context``, what is
         not named has size 1.
-      devices: to lay it over; None takes all of the process's job. It may need fewer.
+      devices: to lay it over, of which it may need fewer; None takes this process' own or, if they
+        are too few, those of a group of processes (``distributed.mesh_devices``).
 
     Raises:
-      ValueError: not of this form, an unknown axis, or more devices than there are.
+      ValueError: not of this form, an unknown axis, more devices than there are, or parts of
+        processes and groups.
 
     Example:
       >>> make_mesh("data=1").shape["model"]
@@ -86,8 +91,8 @@ def make_mesh(text: str, devices: list[Any] | None = None) -> Mesh:
         if not size.isdecimal() or int(size) < 1:
             raise ValueError(f"mesh {text!r}: {axis} must be an integer of at least 1")
         sizes[axis] = int(size)
-    devices = jax.devices() if devices is None else devices
     needed = math.prod(sizes.values())
+    devices = mesh_devices(needed) if devices is None else devices
     if needed > len(devices):
         raise ValueError(
             f"mesh {text!r} needs {needed} devices, but there are {len(devices)} "
@@ -227,6 +232,27 @@ def state_shardings(state: KVState, cut: Mesh) -> KVState:
     return jax.tree.map(
         lambda spec: NamedSharding(cut, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P)
     )
+
+
+def place(state: KVState, cut: Mesh | None) -> KVState:
+    """Put a state's arrays onto the devices of a layout; None leaves them where they are.
+
+    Where the devices belong to several processes, what is not on them yet must be the same on each.
+    """
+    if cut is None:
+        return state
+    shardings = state_shardings(state, cut)
+    if cut.is_multi_process:
+        state = jax.tree.map(_shared, state, shardings)
+    return jax.device_put(state, shardings)
+
+
+def _shared(leaf: Array, sharding: NamedSharding) -> Array:
+    """A process' own array as one of all, which ``device_put`` would have them compare first."""
+    if isinstance(leaf, Tracer) or not leaf.is_fully_addressable:
+        return leaf
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def on_mesh(state: KVState, cut: Mesh | None) -> KVState:

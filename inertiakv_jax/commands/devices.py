@@ -12,24 +12,21 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
 MeshOption = Annotated[str | None, arg(metavar="AXIS=SIZE,...", help_behavior_hint="")]
 
 
-def mesh_of(text: str | None, batch: int, *, local: bool = False) -> "Mesh | None":
+def mesh_of(text: str | None, batch: int) -> "Mesh | None":
     """The mesh that an option names, said of a batch that does not fill it.
 
     Args:
       text: like "data=4,model=2"; None is one device.
       batch: rows decoded together.
-      local: over the devices of this process alone.
 
     Raises:
       ValueError: as ``sharding.make_mesh``.
     """
     if text is None:
         return None
-    import jax
-
     from inertiakv_jax.sharding import make_mesh, missing_rows
 
-    mesh = make_mesh(text, jax.local_devices() if local else None)
+    mesh = make_mesh(text)
     if (added := missing_rows(mesh, batch)) > 0:
         console().print(
             f"Mesh {text}: {added} more row{'s' * (added > 1)} for each batch of {batch}, so that "

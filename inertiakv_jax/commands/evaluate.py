@@ -74,8 +74,8 @@ class Evaluate:
     shard: Annotated[str, arg(metavar="I/N")] = "0/1"
     """This process' part of a run that N share without knowing of each other."""
     mesh: MeshOption = None
-    """Devices of each process that share the work, like data=4,model=2: rows over data, heads over
-    model."""
+    """Devices that share the work, like data=4,model=2: rows over data, heads over model. Each of
+    several processes has its own; one larger than the devices of a process spans several."""
     coordinator: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
     """Of a job of several processes, which share the examples: where the first one listens; auto
     on TPU pods and under Slurm. Or JAX_COORDINATOR_ADDRESS in the environment, like the others."""
@@ -94,7 +94,7 @@ class Evaluate:
         from inertiakv_jax.weights.load import load
 
         distributed.join(self.coordinator, self.num_processes, self.process_id)
-        mesh = mesh_of(self.mesh, settings.batch, local=True)
+        mesh = mesh_of(self.mesh, settings.batch)
         log.print(f"Loading {settings.model}")
         lm = distributed.together(
             lambda: load(

@@ -1,10 +1,14 @@
-"""Run as a script, one process of a job: job.py COORDINATOR COUNT INDEX WHAT."""
+"""Run as a script, one process of a job: job.py COORDINATOR COUNT INDEX WHAT [FOLDER]."""
 
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 
-from inertiakv_jax.distributed import gather, join, together
+import numpy as np
+
+from inertiakv_jax.distributed import fetch, gather, join, together
 
 
 def work(what: str, index: int) -> str:
@@ -15,11 +19,41 @@ def work(what: str, index: int) -> str:
     return f"result {index}"
 
 
+def answer(folder: Path, mesh: str | None = None) -> dict:
+    """Generate and evaluate with the model in ``folder``; the records go to folder/run."""
+    import inertiakv_jax as ikv
+    from inertiakv_jax.eval import runner
+    from inertiakv_jax.eval.settings import Settings
+
+    lm = ikv.load(folder / "tiny", mesh=None if mesh is None else ikv.make_mesh(mesh))
+    settings = Settings(
+        model="tiny",
+        tasks=("hotpotqa",),
+        policies=("inertiakv",),
+        ratios=(0.5,),
+        batch=2,
+        data_dir=str(folder),
+    )
+    runner.run(settings, lm, folder / "run")
+    # As long as the examples, so that the programs are the same.
+    prompts = [np.arange(330) % 7 + 3, np.arange(350) % 11 + 3]
+    out = ikv.generate(lm, prompts, ratio=0.5, max_new_tokens=10, stop_at_eos=False)
+    return {
+        "tokens": out.tokens,
+        "kept": fetch(out.state.positions).tolist(),
+        "evicted": list(out.stats.evicted),
+    }
+
+
 def main():
-    coordinator, count, index, what = sys.argv[1:]
+    coordinator, count, index, what, *folder = sys.argv[1:]
     join(coordinator, int(count), int(index), heartbeat_s=10)
-    result = together(lambda: work(what, int(index)))
-    sys.stdout.write("; ".join(gather(result)))
+    if what == "answer":
+        said = json.dumps(answer(Path(*folder), "data=2,model=2"))
+    else:
+        result = together(lambda: work(what, int(index)))
+        said = "; ".join(gather(result))
+    sys.stdout.write(said)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
 
 def free_port():
     with socket.socket() as bound:
@@ -12,8 +14,16 @@ def free_port():
         return bound.getsockname()[1]
 
 
-def run_processes(count, command, *, timeout=300):
-    """Run ``command(coordinator, index)`` of Python's arguments for each; their finished selves."""
+def run_processes(count, command, *, devices=1, timeout=300):
+    """Run ``command(coordinator, index)`` of Python's arguments for each; their finished selves.
+
+    Each has so many devices that are none, and does not optimise what it compiles for them.
+    """
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "XLA_FLAGS": QUICK_TO_COMPILE,
+    }
     coordinator = f"localhost:{free_port()}"
     started = [
         subprocess.Popen(
@@ -21,7 +31,7 @@ def run_processes(count, command, *, timeout=300):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            env=os.environ | variables,
         )
         for index in range(count)
     ]
