@@ -135,7 +135,7 @@ def read_prompts(
     padded = np.zeros((len(lengths), slots), np.int32)
     longest = int(lengths.max())
     padded[:, :longest] = np.where(is_prompt(tokens, lengths), tokens, 0)[:, :longest]
-    state, logits, observed = _prefill(
+    state, logits, observed = read_chunks(
         model, params, padded, lengths, chunk=chunk, observing=observing, mesh=mesh
     )
     if rows is not None:
@@ -232,7 +232,8 @@ def _full_slots(tokens: int) -> int:
 
 # A module-level jit: one cache of programs for the life of the process.
 @functools.partial(jax.jit, static_argnames=("model", "chunk", "observing", "mesh"))
-def _prefill(model, params, tokens, lengths, *, chunk, observing, mesh=None):
+def read_chunks(model, params, tokens, lengths, *, chunk, observing, mesh=None):
+    """The program of ``read_prompts``: a state without budget, last logits, what was observed."""
     batch, slots = tokens.shape
     windows = model.sliding_windows
 

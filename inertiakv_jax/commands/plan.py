@@ -37,7 +37,8 @@ class Plan:
     mesh: Annotated[
         str, arg(metavar="data=D,model=M", help_behavior_hint="(default: the best)")
     ] = ""
-    """How the devices share the work: rows over data, heads over model."""
+    """How the devices share the work: rows over data, heads over model; experts over expert, and
+    the slots of the full cache over context."""
     search: bool = False
     """Find the smallest topology that fits, and its best mesh."""
 

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from inertiakv_jax.commands.terminal import output_console, plain_table
+from inertiakv_jax.plan.topology import MeshShape
 
 GIB = 1 << 30
 
@@ -119,7 +120,7 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def _mesh(mesh: dict[str, int]) -> str:
-    return f"data={mesh['data']},model={mesh['model']}"
+    return str(MeshShape(**mesh))
 
 
 def _gib(number: float) -> str:

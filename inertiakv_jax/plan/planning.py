@@ -152,8 +152,8 @@ def _phase_rows(chosen: Candidate, phases: dict[str, Phase]) -> list[dict[str, A
         EVICTION: (sizes.start_cache, sizes.kept_cache),
         DECODE_STEP: (0, sizes.kept_cache),
     }
-    if chosen.slots.kept is None and sizes.start_cache == sizes.full_cache:
-        caches[DECODE_STEP] = (sizes.full_cache, 0)
+    if chosen.slots.decode == chosen.slots.full:
+        caches[DECODE_STEP] = (sizes.kept_cache, 0)
     rows = []
     for name, phase in phases.items():
         full, kept = caches[name]
@@ -179,7 +179,7 @@ def _speeds(request: Request, chosen: Candidate, step: Phase) -> tuple[Roofline,
     """Of the full cache, and of the policy, with the collectives that were compiled."""
     workload, mesh, chip = chosen.workload, chosen.mesh, chosen.topology.chip
     policy_sends = sum(
-        sent(kind, exchange.bytes, mesh.model) for kind, exchange in step.exchanges.items()
+        sent(kind, exchange.bytes, mesh.sharing) for kind, exchange in step.exchanges.items()
     )
     scores = 0.0
     if workload.policy.scores_some_steps:
@@ -188,7 +188,12 @@ def _speeds(request: Request, chosen: Candidate, step: Phase) -> tuple[Roofline,
     full_sends = max(policy_sends - scores, 0.0)
     return (
         roofline(
-            full, chip, mesh, slots_of(full).decode, rows=request.batch, sent_bytes=full_sends
+            full,
+            chip,
+            mesh,
+            slots_of(full, mesh.context).decode,
+            rows=request.batch,
+            sent_bytes=full_sends,
         ),
         roofline(
             workload,

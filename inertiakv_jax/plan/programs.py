@@ -16,7 +16,7 @@ from inertiakv_jax.plan.workload import Slots, Workload
 from inertiakv_jax.policy import EVERY_STEP, Policy
 from inertiakv_jax.prompt_thinning import observing_of
 from inertiakv_jax.sampling import sample
-from inertiakv_jax.sharding import ROW, SLOTS, layout, on_mesh, state_shardings
+from inertiakv_jax.sharding import CONTEXT, ROW, SLOTS, layout, on_mesh, state_shardings
 from inertiakv_jax.state import SHARED
 
 PREFILL, STEP_1, EVICTION, DECODE_STEP = "prefill", "step 1", "eviction", "decode step"
@@ -52,21 +52,23 @@ def prefill(workload: Workload, slots: Slots, mesh: Mesh) -> Program:
     """Read the prompts, chunk by chunk."""
     model, batch = workload.model, workload.batch
     cut = layout(mesh, model)
-    chunk = prefilling.CHUNK if slots.full % prefilling.CHUNK == 0 else 64
+    chunk = prefilling.CHUNK if slots.full // cut.shape[CONTEXT] % prefilling.CHUNK == 0 else 64
     observing = observing_of(workload.policy)
 
     def run(params, tokens, lengths):
-        return prefilling._prefill(
+        return prefilling.read_chunks(
             model, params, tokens, lengths, chunk=chunk, observing=observing, mesh=cut
         )
 
-    state = empty_state(model, batch, SHARED, slots.full)
+    # Laid out as step 1 takes it, whose slots devices may divide.
+    state = empty_state(model, batch, SHARED, slots.full, kept_slots=slots.full)
+    shardings = dataclasses.replace(state_shardings(state, cut), kept_slots=None)
     arguments = (
         _params(workload, mesh),
         _array(mesh, SLOTS, (batch, slots.full)),
         _array(mesh, ROW, (batch,)),
     )
-    return Program(run, arguments, out_shardings=(state_shardings(state, cut), None, None))
+    return Program(run, arguments, out_shardings=(shardings, None, None))
 
 
 def step(workload: Workload, mesh: Mesh, slots: int, *, kept_slots: int | None = None) -> Program:

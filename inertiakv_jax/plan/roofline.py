@@ -61,10 +61,10 @@ def roofline(
       sent_bytes: that each device sends to others in a step.
     """
     model, local_rows = workload.model, workload.batch // mesh.data
-    weights = weight_bytes_read(model, mesh.model, local_rows)
+    weights = weight_bytes_read(model, mesh, local_rows)
     cache = cache_bytes(model, mesh, workload.batch, workload.policy.retention, slots)
     memory = (weights + cache) / chip.bandwidth
-    compute = _operations(workload, slots) / (mesh.data * mesh.model) / chip.flops
+    compute = _operations(workload, slots) / (mesh.data * mesh.sharing) / chip.flops
     exchange = sent_bytes / chip.links
     return Roofline(
         weights_read=weights,
@@ -84,7 +84,7 @@ def expected_sent_bytes(workload: Workload, mesh: MeshShape) -> float:
     config = workload.config
     rows = workload.batch // mesh.data
     one = rows * config.hidden_size * jnp.dtype(workload.dtype).itemsize
-    return (2 * config.num_layers + 1) * sent("all-reduce", one, mesh.model)
+    return (2 * config.num_layers + 1) * sent("all-reduce", one, mesh.sharing)
 
 
 def score_sent_bytes(workload: Workload, mesh: MeshShape, slots: int) -> float:
@@ -94,7 +94,7 @@ def score_sent_bytes(workload: Workload, mesh: MeshShape, slots: int) -> float:
         return 0.0
     rankings = num_eligible(workload.model) if retention == PER_LAYER else 1
     rows = workload.batch // mesh.data
-    return sent("all-reduce", rankings * rows * slots * 4, mesh.model)
+    return sent("all-reduce", rankings * rows * slots * 4, mesh.sharing)
 
 
 def _operations(workload: Workload, slots: int) -> float:

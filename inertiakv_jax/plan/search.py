@@ -45,7 +45,7 @@ def candidate(workload: Workload, topology: Topology, mesh: MeshShape) -> Candid
     """A mesh, measured by arithmetic."""
     rows = workload.batch
     padded = dataclasses.replace(workload, batch=-(-rows // mesh.data) * mesh.data)
-    slots = slots_of(padded)
+    slots = slots_of(padded, mesh.context)
     sent = expected_sent_bytes(padded, mesh)
     if padded.policy.scores_some_steps:
         sent += score_sent_bytes(padded, mesh, slots.decode)
@@ -55,9 +55,11 @@ def candidate(workload: Workload, topology: Topology, mesh: MeshShape) -> Candid
 
 def best_mesh(workload: Workload, topology: Topology) -> Candidate:
     """The fastest mesh that fits; if none does, the one that needs least."""
-    found = [
-        candidate(workload, topology, mesh) for mesh in possible_meshes(topology, workload.batch)
-    ]
+    experts = workload.config.experts
+    meshes = possible_meshes(
+        topology, workload.batch, 1 if experts is None else experts.num_experts
+    )
+    found = [candidate(workload, topology, mesh) for mesh in meshes]
     fitting = [one for one in found if one.fits]
     if fitting:
         return max(fitting, key=lambda one: one.speed.tokens_per_second)

@@ -27,13 +27,27 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the two mesh axes: rows are split over ``data``, heads and widths over ``model``."""
+    """Sizes of the axes of a mesh, which ``inertiakv_jax.sharding`` explains."""
 
     data: int
     model: int
+    expert: int = 1
+    context: int = 1
 
     def __str__(self):
-        return f"data={self.data},model={self.model}"
+        context = f"context={self.context}," if self.context > 1 else ""
+        expert = f"expert={self.expert}," if self.expert > 1 else ""
+        return f"data={self.data},{context}{expert}model={self.model}"
+
+    @property
+    def sharing(self) -> int:
+        """Devices that share the heads and widths of a row."""
+        return self.expert * self.model
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.data * self.context * self.sharing
 
 
 def topologies_of(chip: Chip) -> list[Topology]:
@@ -75,36 +89,41 @@ def parse_chips(text: str) -> list[Chip]:
 
 
 def parse_mesh(text: str, topology: Topology) -> MeshShape:
-    """Read ``data=2,model=8``; an axis that is not named has size 1.
+    """Read ``data=2,model=8``, ``context`` and ``expert`` likewise; size 1 where none is named.
 
     Raises:
       ValueError: another form, or a mesh that does not take up the topology.
     """
     sizes = {"data": 1, "model": 1}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(data|model)\s*=\s*([1-9][0-9]*)\s*", part)
+        match = re.fullmatch(r"\s*(data|model|expert|context)\s*=\s*([1-9][0-9]*)\s*", part)
         if match is None:
-            raise ValueError(f"--mesh must be like data=2,model=4, got {text!r}")
+            raise ValueError(
+                "--mesh must be like data=2,model=4, of the axes data, context, expert and model; "
+                f"got {text!r}"
+            )
         sizes[match[1]] = int(match[2])
     mesh = MeshShape(**sizes)
-    if mesh.data * mesh.model != topology.devices:
+    if mesh.devices != topology.devices:
         raise ValueError(
-            f"--mesh {mesh} has {mesh.data * mesh.model} devices, but {topology.name} has "
-            f"{topology.devices}"
+            f"--mesh {mesh} has {mesh.devices} devices, but {topology.name} has {topology.devices}"
         )
     return mesh
 
 
-def possible_meshes(topology: Topology, batch: int) -> list[MeshShape]:
+def possible_meshes(topology: Topology, batch: int, num_experts: int = 1) -> list[MeshShape]:
     """Meshes over all devices whose axis ``data`` is at most the batch, the widest models first.
 
-    Devices beyond the batch would compute rows that nobody asked for.
+    Devices beyond the batch would compute rows that nobody asked for. Whole experts lie on as many
+    devices as divide their number; ``context`` is left to who needs it.
     """
-    return [
-        MeshShape(data, topology.devices // data)
-        for data in range(1, min(batch, topology.devices) + 1)
-        if topology.devices % data == 0
-    ]
+    meshes = []
+    for data in range(1, min(batch, topology.devices) + 1):
+        if topology.devices % data == 0:
+            sharing = topology.devices // data
+            expert = math.gcd(sharing, num_experts)
+            meshes.append(MeshShape(data, sharing // expert, expert))
+    return meshes
 
 
 def gpu_target_config(chip: Chip) -> str:
@@ -138,6 +157,8 @@ def compile_only_mesh(topology: Topology, shape: MeshShape):
     import numpy as np
     from jax.experimental import topologies
 
+    from inertiakv_jax.sharding import MESH_AXES
+
     if topology.chip.platform == GPU:
         # "<slices>x<hosts>x<GPUs of a host>"
         description = topologies.get_topology_desc(
@@ -149,5 +170,6 @@ def compile_only_mesh(topology: Topology, shape: MeshShape):
         # libtpu describes whole hosts: a single chip is the first of four.
         name = topology.name if topology.devices > 1 else f"{topology.chip.name}:2x2"
         description = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    devices = np.array(description.devices[: topology.devices]).reshape(shape.data, shape.model)
-    return jax.sharding.Mesh(devices, ("data", "model"))
+    sizes = {axis: getattr(shape, axis) for axis in MESH_AXES}
+    devices = np.array(description.devices[: topology.devices]).reshape(*sizes.values())
+    return jax.sharding.Mesh(devices, tuple(sizes))

@@ -80,8 +80,11 @@ class Slots:
         return self.start if self.kept is None else self.kept
 
 
-def slots_of(workload: Workload) -> Slots:
-    """The slots that ``prefill`` and ``decode`` give the caches of ``workload``."""
+def slots_of(workload: Workload, parts: int = 1) -> Slots:
+    """The slots that ``prefill`` and ``decode`` give the caches of ``workload``.
+
+    ``parts`` is the size of axis ``context``, which divides the full cache into whole chunks.
+    """
     policy, model, prompt = workload.policy, workload.model, workload.prompt_tokens
     new_tokens = 0 if policy.evicts else workload.new_tokens
     kept, most_kept = None, 0
@@ -90,9 +93,13 @@ def slots_of(workload: Workload) -> Slots:
         most_kept = min(int(policy.budgets([longest], model)[0]), model.max_positions)
         kept = kv_state.slots_for(most_kept + 1, multiple=64)
     tokens = max(prompt + max(new_tokens, 1), most_kept + 1)
-    full = start = kv_state.slots_for(tokens, multiple=CHUNK if tokens > CHUNK else 64)
+    full = start = parts * _whole_chunks(-(-_whole_chunks(tokens) // parts))
     if policy.prefill is not None:
         stay = int(policy.prefill.budgets([prompt], model)[0])
         thinned = kv_state.slots_for(stay + max(new_tokens, 1), multiple=64)
         start = min(max(thinned, kept or 0), full)
     return Slots(full, start, kept)
+
+
+def _whole_chunks(tokens: int) -> int:
+    return kv_state.slots_for(tokens, multiple=CHUNK if tokens > CHUNK else 64)

@@ -31,6 +31,8 @@ CONFIG = ModelConfig(
 )
 BIG = DecoderModel(CONFIG)
 
+pytestmark = pytest.mark.optimized
+
 
 # Programs are shared
 
@@ -95,7 +97,7 @@ def test_programs_of_one_run():
     with compiled_programs() as names:
         state, token = prefilled(policy, model=model, weights=weights)
         decode(model, weights, state, token, steps=STEPS, policy=policy)
-    ours = ["jit(_prefill)", "jit(_first_step)", "jit(_evict_to_budget)", "jit(_decode_loop)"]
+    ours = ["jit(read_chunks)", "jit(_first_step)", "jit(_evict_to_budget)", "jit(_decode_loop)"]
     assert [name for name in names if name in ours] == ours
     assert len(names) <= 6
 
@@ -252,7 +254,7 @@ def compiled_prefill(monkeypatch, length):
     def call():
         prefill(BIG, big_params(), tokens, np.array([length]), POLICIES["inertiakv"])
 
-    return lower(monkeypatch, prefilling, "_prefill", call).compile()
+    return lower(monkeypatch, prefilling, "read_chunks", call).compile()
 
 
 def test_prefill_is_linear_in_memory(monkeypatch):

@@ -14,7 +14,7 @@ from oracle import llama
 
 from inertiakv_jax import policies, prefill, step
 from inertiakv_jax.models.decoder import DecoderModel
-from inertiakv_jax.prefilling import _prefill
+from inertiakv_jax.prefilling import read_chunks
 
 TOLERANCE = 4e-5  # absolute, of logits up to 6; observed 8.5e-6
 CACHE_TOLERANCE = 3e-5  # absolute, of keys and values up to 7; observed 6.7e-6
@@ -72,7 +72,7 @@ def test_policy_does_not_touch_the_prompt(length):
 @pytest.mark.parametrize("length", [1, 64, 257, 500])
 def test_size_of_chunks_does_not_matter(length):
     tokens, lengths = padded([text(length)], width=512)
-    read = functools.partial(_prefill, LONG, long_params(), tokens, lengths, observing=None)
+    read = functools.partial(read_chunks, LONG, long_params(), tokens, lengths, observing=None)
     state, logits, _ = read(chunk=256)
     for chunk in (64, 128):
         other, other_logits, _ = read(chunk=chunk)

@@ -5,6 +5,7 @@ import pytest
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.plan.layers import extrapolate, samples
 from inertiakv_jax.plan.sizes import weight_bytes
+from inertiakv_jax.plan.topology import MeshShape
 from inertiakv_jax.weights.catalogue import CATALOGUE
 
 
@@ -34,4 +35,5 @@ def test_two_kinds_of_layers():
     ],
 )
 def test_weights_lie_on_the_line(name, parameters):
-    assert weight_bytes(DecoderModel(CATALOGUE[name].config, "bfloat16"), 1) == 2 * parameters
+    model = DecoderModel(CATALOGUE[name].config, "bfloat16")
+    assert weight_bytes(model, MeshShape(1, 1)) == 2 * parameters

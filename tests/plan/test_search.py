@@ -54,6 +54,12 @@ def test_the_smallest_that_fit():
     assert devices == sorted(devices)
 
 
+def test_a_mixture_is_divided_by_its_experts():
+    run = workload("qwen3-30b-a3b", context=32_768, batch=1)
+    found = best_mesh(run, parse_topology("v5e:16x16"))
+    assert found.mesh == MeshShape(1, 2, expert=128)
+
+
 def test_a_batch_is_padded_to_the_mesh():
     run = workload("llama-3.3-70b", ratio=0.9, batch=3)
     one = candidate(run, parse_topology("v5p:2x2x4"), MeshShape(2, 8))

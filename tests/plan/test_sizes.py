@@ -13,6 +13,8 @@ from inertiakv_jax.plan.topology import MeshShape
 from inertiakv_jax.plan.workload import Slots, Workload, slots_of
 from inertiakv_jax.weights.catalogue import CATALOGUE
 
+ONE = MeshShape(1, 1)
+
 
 def workload(name, policy="inertiakv", *, batch=8, context=65_536, new_tokens=128, **options):
     return Workload(
@@ -60,10 +62,49 @@ def test_llama_70b(mesh, rows):
     assert close(sizes.kept_cache, 80 * 2 * rows * 6_541 * 128 * 2)
 
 
+def test_context_divides_the_full_cache_up_to_step_1():
+    run = workload("llama-3.1-8b", ratio=0.9)
+    mesh = MeshShape(1, 8, context=2)
+    without, divided = (
+        device_bytes(run, slots_of(run, shape.context), shape) for shape in (MeshShape(1, 8), mesh)
+    )
+    assert divided.weights == without.weights == LLAMA_8B_WEIGHTS
+    assert close(divided.full_cache, 32 * 2 * 8 * 1 * (65_536 // 2) * 128 * 2)
+    assert divided.start_cache == divided.full_cache
+    assert divided.kept_cache == without.kept_cache
+    # What is never evicted from is gathered before the first step.
+    full = workload("llama-3.1-8b", "full")
+    held = device_bytes(full, slots_of(full, 2), mesh)
+    assert held.full_cache == divided.full_cache
+    assert held.kept_cache == held.start_cache == without.full_cache
+    assert held.peak == held.weights + held.full_cache + held.start_cache
+
+
+def test_parts_of_a_divided_cache_have_whole_chunks():
+    run = workload("llama-3.1-8b", ratio=0.9, context=664, new_tokens=64)
+    # 600 tokens and a new one: 768 slots, in halves of 384, which chunks of 256 fill as 512.
+    assert [slots_of(run, parts).full for parts in (1, 2, 4)] == [768, 1_024, 768]
+
+
+def test_experts_lie_on_the_devices_of_their_axis():
+    # Qwen3-30B-A3B: 48 layers of 128 experts, 3 * 2,048 * 768 numbers each.
+    model = workload("qwen3-30b-a3b", context=32_768).model
+    experts = 48 * 128 * 3 * 2_048 * 768 * 2
+    eight = weight_bytes(model, MeshShape(1, 8))
+    # Without the axis the devices of model divide the experts: as with it, of any size.
+    assert weight_bytes(model, MeshShape(1, 2, expert=4)) == eight
+    assert weight_bytes(model, MeshShape(2, 8)) == eight
+    assert experts / 8 < eight < experts / 8 + 0.5e9
+    # 256 devices cannot divide 128 experts; 128 can, and 2 their width.
+    many = weight_bytes(model, MeshShape(1, 256))
+    assert many > experts
+    assert close(many - weight_bytes(model, MeshShape(1, 2, expert=128)), experts * 255 / 256)
+
+
 def test_weights_in_int8_take_half():
     model = workload("llama-3.1-8b", quantization="int8").model
     in_layers = 32 * 218_103_808 // 8
-    assert close(weight_bytes(model, 8), in_layers + 2 * 128_256 * 4_096 * 2 // 8)
+    assert close(weight_bytes(model, MeshShape(1, 8)), in_layers + 2 * 128_256 * 4_096 * 2 // 8)
 
 
 def test_windows_hold_no_more_than_the_window():
@@ -77,19 +118,21 @@ def test_windows_hold_no_more_than_the_window():
 
 def test_an_embedding_that_is_looked_up_is_not_read():
     untied = workload("llama-3.1-8b").model
-    assert weight_bytes_read(untied, 8, 8) == LLAMA_8B_WEIGHTS - 128_256 * 4_096 * 2 // 8
+    assert (
+        weight_bytes_read(untied, MeshShape(1, 8), 8) == LLAMA_8B_WEIGHTS - 128_256 * 4_096 * 2 // 8
+    )
     tied = workload("llama-3.2-1b").model
-    assert weight_bytes_read(tied, 8, 8) == weight_bytes(tied, 8)
+    assert weight_bytes_read(tied, MeshShape(1, 8), 8) == weight_bytes(tied, MeshShape(1, 8))
 
 
 def test_experts_are_read_when_a_token_is_sent_to_them():
     # Qwen3-30B-A3B: 48 layers of 128 experts, 3 * 2,048 * 768 numbers each; 8 a token.
     model = workload("qwen3-30b-a3b", context=32_768).model
-    rest = weight_bytes(model, 1) - 48 * 128 * 3 * 2_048 * 768 * 2 - 151_936 * 2_048 * 2
-    one_token = weight_bytes_read(model, 1, 1)
+    rest = weight_bytes(model, ONE) - 48 * 128 * 3 * 2_048 * 768 * 2 - 151_936 * 2_048 * 2
+    one_token = weight_bytes_read(model, ONE, 1)
     assert one_token == pytest.approx(rest + 48 * 8 * 3 * 2_048 * 768 * 2)
-    assert weight_bytes_read(model, 1, 10_000) == pytest.approx(
-        weight_bytes(model, 1) - 151_936 * 2_048 * 2
+    assert weight_bytes_read(model, ONE, 10_000) == pytest.approx(
+        weight_bytes(model, ONE) - 151_936 * 2_048 * 2
     )
 
 

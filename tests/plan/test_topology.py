@@ -33,13 +33,18 @@ def test_a_mesh():
     topology = parse_topology("v5p:2x2x4")
     assert parse_mesh("data=2,model=8", topology) == MeshShape(2, 8)
     assert parse_mesh("model=16", topology) == MeshShape(1, 16)
+    four = parse_mesh("context=2, data=2,model=2,expert=2", topology)
+    assert four == MeshShape(data=2, model=2, expert=2, context=2)
+    assert str(four) == "data=2,context=2,expert=2,model=2"
+    assert str(MeshShape(1, 8)) == "data=1,model=8"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("data=2,model=2", "has 4 devices, but v5e:2x4 has 8"),
-        ("rows=8", "must be like data=2,model=4, got 'rows=8'"),
+        ("context=2,model=8", "--mesh data=1,context=2,model=8 has 16 devices"),
+        ("rows=8", "of the axes data, context, expert and model; got 'rows=8'"),
         ("model=0", "must be like"),
         ("8", "must be like"),
     ],
@@ -54,6 +59,9 @@ def test_possible_meshes():
     assert possible_meshes(sixteen, 4) == [MeshShape(1, 16), MeshShape(2, 8), MeshShape(4, 4)]
     assert possible_meshes(sixteen, 1) == [MeshShape(1, 16)]
     assert possible_meshes(parse_topology("h100:2"), 3) == [MeshShape(1, 2), MeshShape(2, 1)]
+    # Three experts go with no number of devices, six with two of them.
+    assert possible_meshes(sixteen, 1, num_experts=3) == [MeshShape(1, 16)]
+    assert possible_meshes(sixteen, 2, num_experts=6) == [MeshShape(1, 8, 2), MeshShape(2, 4, 2)]
 
 
 def test_chips_of_a_search():
