@@ -34,9 +34,13 @@ class Run:
 
     @property
     def variants(self) -> list[str]:
-        """Labels of the policies: the full cache first, then in the order of the records."""
-        labels = dict.fromkeys(record["variant"] for record in self.records)
-        return sorted(labels, key=lambda label: label != FULL)
+        """Labels of the policies: the full cache first, then in the order of the settings."""
+        named = [
+            entry if isinstance(entry, str) else entry["name"]
+            for entry in self.description["settings"]["policies"]
+        ]
+        policies = {record["variant"]: record["policy"] for record in self.records}
+        return sorted(policies, key=lambda v: (v != FULL, named.index(policies[v])))
 
     @property
     def benchmarks(self) -> list[str]:

@@ -70,7 +70,7 @@ def records():
 
 DESCRIPTION = {
     "format": 1,
-    "settings": {"model": "tiny<1>"},
+    "settings": {"model": "tiny<1>", "policies": ["lazy4", {"name": "tova"}, "full"]},
     "model": {"dtype": "float32", "config": {}},
     "examples": {
         "vt@1024": {"count": 2, "sha256": "0"},

@@ -35,6 +35,11 @@ def test_average_is_over_tasks_and_difference_paired(run):
     assert (full.average.value, full.over_full) == (87.5, None)
 
 
+def test_policies_stand_in_the_order_of_the_settings(tmp_path):
+    run = results.load_run(write_run(tmp_path, records()[::-1]))
+    assert run.variants == [FULL, LAZY, TOVA]
+
+
 def test_needle_has_a_second_metric_and_a_grid(run):
     assert results.further_metrics(run, "needle") == ["contains"]
     assert results.quality(run, "needle", TOVA).average == Interval(20.0, 20.0, 20.0)
