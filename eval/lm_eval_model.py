@@ -5,6 +5,7 @@ lm-eval finds models only in its own package, so this module registers one and h
     python -m inertiakv_jax.eval.lm_eval_model --model inertiakv \
         --model_args model=smollm2-135m,policy=lazy4,ratio=0.9 --tasks gsm8k
 
+Of several devices, ``mesh=data=2+model=4``: lm-eval would split the arguments at a comma.
 Requests of type generate_until and loglikelihood are answered; a continuation is scored token by
 token, each after the cache was thinned out by the steps before it. Needs the extra 'lm-eval'.
 """
@@ -24,6 +25,8 @@ from inertiakv_jax.eval import continuation
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policy import Policy
 from inertiakv_jax.prefilling import prefill
+from inertiakv_jax.prompt_input import filled_up
+from inertiakv_jax.sharding import layout, make_mesh, on_mesh
 from inertiakv_jax.state import KVState
 
 NAME = "inertiakv"
@@ -40,7 +43,7 @@ def loglikelihoods(
     """Score continuations of one context, which is read once.
 
     Args:
-      lm: the model.
+      lm: the model; on a mesh the context is repeated until axis "data" divides its rows.
       context: token ids, at least one.
       continuations: token ids of each, at least one.
       policy: thins out the cache from the second token of a continuation on.
@@ -58,13 +61,17 @@ def loglikelihoods(
     room = lm.model.max_positions - len(context)
     # Whole chunks are decoded, whatever the continuation's length.
     new_tokens = min(1 + -(-longest // CHUNK) * CHUNK, max(room, longest))
-    tokens, lengths = np.asarray([context], np.int32), np.asarray([len(context)], np.int32)
+    tokens, lengths = filled_up(
+        np.asarray([context], np.int32), np.asarray([len(context)]), lm.mesh
+    )
     state, logits = prefill(
-        lm.model, lm.params, tokens, lengths, policy, max_new_tokens=max(new_tokens, 1)
+        *(lm.model, lm.params, tokens, lengths, policy),
+        max_new_tokens=max(new_tokens, 1),
+        mesh=lm.mesh,
     )
     found = []
     for ids in continuations:
-        rows = [logits, *_following_logits(lm, state, ids, policy)]
+        rows = [logits[:1], *_following_logits(lm, state, ids, policy)]
         targets = jnp.asarray(ids, jnp.int32)
         log_probability, greedy = _score(jnp.concatenate(rows)[: len(ids)], targets)
         found.append((float(log_probability), bool(greedy)))
@@ -76,8 +83,10 @@ def _following_logits(
 ) -> Iterator[Array]:
     """[n, V] logits after each token but the last, some at the end for padding."""
     given = list(ids[:-1])
+    steps = functools.partial(_steps, lm.model, lm.params, policy=policy, mesh=lm.mesh)
     if given and state.kept_slots is not None:
-        state, logits = _first_step(lm.model, lm.params, state, jnp.int32([given[0]]), policy)
+        first = jnp.asarray(given[:1], jnp.int32)
+        state, logits = _first_step(lm.model, lm.params, state, first, policy=policy, mesh=lm.mesh)
         yield logits
         given = given[1:]
     for start in range(0, len(given), CHUNK):
@@ -85,22 +94,29 @@ def _following_logits(
         room = lm.model.max_positions - int(state.next_position[0])
         size = CHUNK if room >= CHUNK else len(part)
         padded = jnp.asarray(part + part[-1:] * (size - len(part)), jnp.int32)
-        state, logits = _steps(lm.model, lm.params, state, padded, policy)
+        state, logits = steps(state, padded)
         yield logits
 
 
-@functools.partial(jax.jit, static_argnames=("model", "policy"))
-def _first_step(model, params, state, token, policy):
-    return step(model, params, state, token, policy)
+@functools.partial(jax.jit, static_argnames=("model", "policy", "mesh"))
+def _first_step(model, params, state, token, *, policy, mesh):
+    state, logits = _step(model, params, state, token[0], policy, mesh)
+    return state, logits[None]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "policy"))
-def _steps(model, params, state, tokens, policy):
+@functools.partial(jax.jit, static_argnames=("model", "policy", "mesh"))
+def _steps(model, params, state, tokens, *, policy, mesh):
     def take(state, token):
-        state, logits = step(model, params, state, token[None], policy)
-        return state, logits[0]
+        return _step(model, params, state, token, policy, mesh)
 
     return jax.lax.scan(take, state, tokens)
+
+
+def _step(model, params, state, token, policy, mesh) -> tuple[KVState, Array]:
+    """One token for all rows, which are copies; the logits [V] after it."""
+    tokens = jnp.full_like(state.next_position, token)
+    state, logits = step(model, params, state, tokens, policy, mesh=mesh)
+    return on_mesh(state, layout(mesh, model)), logits[0]
 
 
 @jax.jit
@@ -135,6 +151,7 @@ def adapter() -> type:
             dtype: str = "float32",
             batch_size: int | str = 1,
             max_gen_toks: int = 256,
+            mesh: str | None = None,
             lm: LanguageModel | None = None,
             device: str | None = None,
             max_batch_size: int | None = None,
@@ -144,7 +161,8 @@ def adapter() -> type:
             from inertiakv_jax.weights.load import load
 
             self.policy = policies.by_name(policy, ratio=ratio, **options)
-            self.lm = load(model, dtype=dtype) if lm is None else lm
+            devices = None if mesh is None else make_mesh(mesh.replace("+", ","))
+            self.lm = load(model, dtype=dtype, mesh=devices) if lm is None else lm
             self.tokenizer = self.lm.tokenizer
             self.batch_size = 1 if batch_size == "auto" else int(batch_size)
             self.max_gen_toks = max_gen_toks

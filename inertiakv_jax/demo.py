@@ -98,7 +98,7 @@ def compare(
     """Answer one question with each policy, then time them in turns.
 
     Args:
-      lm: from ``load``.
+      lm: from ``load``; a mesh of it divides no rows, for there is one.
       question: from ``pose``.
       policies: all of them, the full cache among them or not.
       on_progress: told what is going on, as a line of text.
@@ -142,6 +142,7 @@ def watch(lm: LanguageModel, question: Question, policy: Policy) -> tuple[Answer
         np.asarray([length], np.int32),
         policy,
         max_new_tokens=STEPS + TIMED_ROUNDS * CHUNK_STEPS,
+        mesh=lm.mesh,
     )
     token = jax.numpy.argmax(logits, axis=-1)
     held = np.zeros((STEPS + 1, length + STEPS), np.bool_)
@@ -180,7 +181,9 @@ def one_line(text: str) -> str:
 def _step(lm: LanguageModel, policy: Policy, state: KVState, token: Array) -> tuple[KVState, Array]:
     """One step, by the program that takes ``CHUNK_STEPS``: so that timing compiles nothing."""
     steps = CHUNK_STEPS if state.kept_slots is None else 1
-    state, tokens = decode(lm.model, lm.params, state, token, steps=steps, limit=1, policy=policy)
+    state, tokens = decode(
+        lm.model, lm.params, state, token, steps=steps, limit=1, policy=policy, mesh=lm.mesh
+    )
     return state, tokens[:, 0]
 
 
@@ -200,6 +203,7 @@ class _Timing:
             self._token,
             steps=CHUNK_STEPS,
             policy=self._policy,
+            mesh=self._lm.mesh,
         )
         tokens.block_until_ready()
         seconds = time.perf_counter() - start

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from tyro.conf import UseAppendAction, arg
 
+from inertiakv_jax.commands.devices import MeshOption
 from inertiakv_jax.commands.generate import STDIN, read_prompt
 from inertiakv_jax.commands.terminal import (
     check_output,
@@ -66,6 +67,8 @@ class Trace:
     """Catalogue name, hub id, folder with config.json, or .gguf file."""
     dtype: str = "float32"
     """float32 or bfloat16."""
+    mesh: MeshOption = None
+    """Devices that share the work, like model=4: heads over model; there is one row."""
     prompt_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Text to read, - for standard input; without it, prose as of `inertiakv demo`."""
     prompt_tokens: Annotated[
@@ -89,14 +92,16 @@ class Trace:
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("inertiakv_trace")
     """Where the trace and the pictures go."""
     replay: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """Replay this trace instead; goes with --model and --dtype only."""
+    """Replay this trace instead; goes with --model, --dtype and --mesh only."""
 
     def run(self) -> None:
         """Trace, write, print; or replay."""
         if self.replay is None:
             self._trace()
-        elif dataclasses.replace(self, model="", dtype="", replay=None) != Trace("", ""):
-            raise ValueError("--replay goes with --model and --dtype only: the trace has the rest")
+        elif dataclasses.replace(self, model="", dtype="", mesh=None, replay=None) != Trace("", ""):
+            raise ValueError(
+                "--replay goes with --model, --dtype and --mesh only: the trace has the rest"
+            )
         else:
             self._replay(self.replay)
 
@@ -165,10 +170,12 @@ class Trace:
         output_console().print(replay_table(replayed))
 
     def _load(self) -> "LanguageModel":
+        from inertiakv_jax.sharding import make_mesh
         from inertiakv_jax.weights.load import load
 
+        mesh = None if self.mesh is None else make_mesh(self.mesh)
         console().print(f"Loading {self.model}")
-        return load(self.model, dtype=self.dtype)
+        return load(self.model, dtype=self.dtype, mesh=mesh)
 
 
 def named_policy(text: str, ratio: float | None = None) -> "Policy":

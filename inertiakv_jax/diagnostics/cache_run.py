@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from inertiakv_jax import aggregation, eviction
-from inertiakv_jax.attention import Ranking
+from inertiakv_jax.attention import Execution, Ranking
 from inertiakv_jax.decode_step import evict_to_budget, insert_and_attend, refresh_due, step_kinds
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policy import Knobs, Policy
 from inertiakv_jax.prefilling import ReadPrompts, read_prompts, start
+from inertiakv_jax.sharding import layout, mesh_sizes, missing_rows, on_mesh
 from inertiakv_jax.shrinking import drop, shrink
 from inertiakv_jax.state import PER_HEAD, SHARED, KVState
 from inertiakv_jax.typing import Model, Params
@@ -64,7 +66,16 @@ class Step:
 def read(
     lm: LanguageModel, prompt: Sequence[int], policy: Policy, steps: int, least_slots: int = 0
 ) -> ReadPrompts:
-    """Read a prompt for policies that note the same of it as this one."""
+    """Read a prompt for policies that note the same of it as this one.
+
+    Raises:
+      ValueError: a mesh that divides rows.
+    """
+    if missing_rows(lm.mesh, 1):
+        raise ValueError(
+            "a trace is of one text, so mesh axis 'data' must be 1, got "
+            f"{mesh_sizes(lm.mesh)['data']}"
+        )
     return read_prompts(
         lm.model,
         lm.params,
@@ -73,6 +84,7 @@ def read(
         [policy],
         max_new_tokens=steps,
         least_slots=least_slots,
+        mesh=lm.mesh,
     )
 
 
@@ -171,6 +183,7 @@ class CacheRun:
             self._knobs,
             retention=self._policy.retention,
             record=self._scorers,
+            mesh=layout(self._lm.mesh, self._lm.model),
         )
         if not bool(state.finite[0]):
             raise FloatingPointError(
@@ -207,7 +220,7 @@ class CacheRun:
 
 # Jitted at module level: one cache of programs for the life of the process.
 @functools.partial(
-    jax.jit, static_argnames=("model", "retention", "record"), donate_argnames="state"
+    jax.jit, static_argnames=("model", "retention", "record", "mesh"), donate_argnames="state"
 )
 def _attend(
     model: Model,
@@ -218,8 +231,10 @@ def _attend(
     *,
     retention: str,
     record: tuple[str, ...],
+    mesh: Mesh | None,
 ) -> tuple[KVState, Array, Array, Array]:
     """A step up to its scores [scorers, E, K or 1, S], with the best next token and its logit."""
+    execution = Execution(mesh=mesh)
     state, cache, _, logits = insert_and_attend(
         model,
         params,
@@ -228,12 +243,13 @@ def _attend(
         knobs,
         Ranking(retention=retention),
         rescore=False,
+        execution=execution if state.kept_slots is None else execution.of_full_cache(),
         record=record,
     )
-    # [1, 1, S] of a layer's heads together, [1, K, S] of each.
-    layers = jnp.stack([scores[0] for scores in cache.recorded])
+    # [1, K, S] of each of a layer's heads, or [devices, 1, S], each device's part of their mean.
+    layers = jnp.stack([x[0] if retention == PER_HEAD else x.sum(axis=0) for x in cache.recorded])
     recorded = layers.reshape(-1, len(record), *layers.shape[1:]).swapaxes(0, 1)
-    return state, recorded, jnp.argmax(logits[0]), jnp.max(logits[0])
+    return on_mesh(state, mesh), recorded, jnp.argmax(logits[0]), jnp.max(logits[0])
 
 
 @functools.partial(jax.jit, static_argnames="retention")

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from rich.cells import cell_len
 
 import inertiakv_jax as ikv
@@ -23,6 +24,12 @@ def lm(tiny_model):
 def question(lm):
     planted = planted_text(300, 1, lambda text: len(lm.tokenizer(text)["input_ids"]))
     return demo.pose(lm, planted)
+
+
+def test_mesh_of_the_model_is_passed_on(question, lm):
+    rows = dataclasses.replace(lm, mesh=AbstractMesh((2,), ("data",)))
+    with pytest.raises(ValueError, match="a batch of 1 must be divisible by mesh axis 'data', 2"):
+        demo.watch(rows, question, ikv.policies.full())
 
 
 def test_question_knows_where_the_number_is(question, lm):

@@ -90,7 +90,7 @@ def test_continuation_can_be_given(trace, tmp_path):
         (["--prompt-tokens", "0"], "--prompt-tokens must be at least 1, got 0"),
         (["--prompt-file", "nowhere.txt"], "cannot read --prompt-file nowhere.txt"),
         (["--continuation-file", "nowhere.txt"], "cannot read --continuation-file nowhere.txt"),
-        (["--replay", "trace.json"], "--replay goes with --model and --dtype only"),
+        (["--replay", "trace.json"], "--replay goes with --model, --dtype and --mesh only"),
     ],
 )
 def test_bad_input_is_refused(trace, tmp_path, arguments, expected):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from core.tiny_model import CONFIG, MODEL, decoded, params, prefilled, stepped
 from diagnostics.tiny_lm import POLICIES, PROMPT, STEPS, lm, run, trace
+from jax.sharding import AbstractMesh
 from oracle import method
 from oracle.tiny import random_params
 
-from inertiakv_jax import diagnostics, policies
-from inertiakv_jax.diagnostics import tracing
+from inertiakv_jax import diagnostics, make_mesh, policies
+from inertiakv_jax.diagnostics import cache_run, tracing
 from inertiakv_jax.diagnostics.measures import mean
 
 TOLERANCE = 1e-5  # absolute, of measures; the method runs in float64
@@ -46,6 +47,25 @@ def test_run_is_the_decode_loop(name):
         assert ours.chosen[step - 1] == logits[0].argmax()
         assert ours.chosen_logit[step - 1] == pytest.approx(logits[0].max(), abs=2e-5)
     assert ours.slots == state.num_slots
+
+
+@pytest.mark.parametrize("name", ["vnorm", "h2o"])
+def test_trace_on_a_mesh(name):
+    mesh = make_mesh("model=1")
+    (ours,) = diagnostics.trace(
+        dataclasses.replace(lm(), mesh=mesh), PROMPT, [POLICIES[name]], steps=STEPS
+    ).runs
+    assert ours.evicted_at.tolist() == run(name).evicted_at.tolist()
+    assert ours.chosen.tolist() == run(name).chosen.tolist()
+    # It lies as sharding.layout cuts the mesh.
+    read = cache_run.read(dataclasses.replace(lm(), mesh=mesh), PROMPT, POLICIES[name], STEPS)
+    assert set(read.state.keys[0].sharding.mesh.axis_names) >= {"heads", "group"}
+
+
+def test_mesh_that_divides_rows_is_refused():
+    rows = dataclasses.replace(lm(), mesh=AbstractMesh((2, 4), ("data", "model")))
+    with pytest.raises(ValueError, match="of one text, so mesh axis 'data' must be 1, got 2"):
+        diagnostics.trace(rows, PROMPT, [POLICIES["vnorm"]], steps=STEPS)
 
 
 def test_continuation_is_the_full_caches_greedy_one():

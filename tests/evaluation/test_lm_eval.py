@@ -1,5 +1,6 @@
 """The adapter for lm-evaluation-harness: scores against forwards of every prefix, and its tasks."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -59,6 +60,28 @@ def test_continuation_may_reach_the_last_position(lm):
     context = [5] * (lm.model.max_positions - 3)
     ((score, _),) = loglikelihoods(lm, context, [[6, 7, 8]], ikv.policies.full())
     assert np.isfinite(score)
+
+
+def test_mesh_of_the_model_is_passed_on(lm, monkeypatch):
+    mesh, passed = ikv.make_mesh("model=1"), []
+
+    def noted(function):
+        def call(*args, mesh, **options):
+            passed.append((function.__name__, mesh))
+            return function(*args, mesh=mesh, **options)
+
+        return call
+
+    for function in (lm_eval_model.prefill, lm_eval_model.step):
+        monkeypatch.setattr(lm_eval_model, function.__name__, noted(function))
+    policy = ikv.policies.lazy(4, 0.5)
+    on_mesh = loglikelihoods(
+        dataclasses.replace(lm, mesh=mesh), CONTEXT, CONTINUATIONS[1:2], policy
+    )
+    assert set(passed) == {("prefill", mesh), ("step", mesh)}
+    monkeypatch.undo()
+    ((expected, greedy),) = loglikelihoods(lm, CONTEXT, CONTINUATIONS[1:2], policy)
+    assert on_mesh == [(pytest.approx(expected, abs=2e-5), greedy)]
 
 
 @pytest.mark.parametrize(("context", "continuation"), [([], [1]), ([1], [])])
