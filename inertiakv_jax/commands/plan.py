@@ -41,6 +41,8 @@ class Plan:
     the slots of the full cache over context."""
     search: bool = False
     """Find the smallest topology that fits, and its best mesh."""
+    whole: bool = False
+    """Compile all layers, where few are enough to tell: minutes more."""
 
     batch: int = 8
     """Rows."""

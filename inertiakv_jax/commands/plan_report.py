@@ -94,10 +94,11 @@ def _roofline(plan: dict[str, Any]) -> Table:
 
 def _notes(plan: dict[str, Any]) -> list[str]:
     layers = " and ".join(map(str, plan["compiled_layers"]))
+    few = "" if plan["whole"] else ", carried over to all"
     notes = [
         f"Weights and caches are exact; temporaries and collectives are those of programs with "
-        f"{layers} of the {plan['num_layers']} layers, carried over to all. The best step is a "
-        "bound, not a measurement."
+        f"{layers} of the {plan['num_layers']} layers{few}. The best step is a bound, not a "
+        "measurement."
     ]
     if plan["repeated"]:
         notes.append(plan["repeated"] + ".")

@@ -69,6 +69,8 @@ def compile_phases(
     topology: Topology,
     mesh: MeshShape,
     say: Callable[[str], None],
+    *,
+    whole: bool = False,
 ) -> dict[str, Phase]:
     """Compile each program with few layers, and carry what it takes over to all.
 
@@ -78,12 +80,14 @@ def compile_phases(
       topology: whose compiler runs.
       mesh: over its devices.
       say: told of each program that is done.
+      whole: compile all layers instead.
 
     Raises:
       ValueError: a program does not fit the memory even with one layer of a kind.
     """
     devices = compile_only_mesh(topology, mesh)
-    cut = [dataclasses.replace(workload, config=config) for config in samples(workload.config)]
+    configs = [workload.config] if whole else samples(workload.config)
+    cut = [dataclasses.replace(workload, config=config) for config in configs]
     lowered = [
         (name, index, _lower(program, topology, devices))
         for index, part in enumerate(cut)
@@ -105,7 +109,8 @@ def compile_phases(
     found = {job[:2]: sample for job, sample in zip(lowered, compiled, strict=True)}
     names = [name for name in (PREFILL, STEP_1, EVICTION, DECODE_STEP) if (name, 0) in found]
     return {
-        name: _phase(workload, [found[name, index] for index in range(len(cut))]) for name in names
+        name: _phase(workload, [found[name, index] for index in range(len(cut))], whole=whole)
+        for name in names
     }
 
 
@@ -150,9 +155,10 @@ def _compile(lowered: jax.stages.Lowered, name: str, held: int) -> _Sample:
     return _Sample(total - held, tuple(found))
 
 
-def _phase(workload: Workload, parts: list[_Sample]) -> Phase:
+def _phase(workload: Workload, parts: list[_Sample], *, whole: bool) -> Phase:
     def of_all_layers(values) -> int:
-        return max(0, round(extrapolate(workload.config, list(values))))
+        values = list(values)
+        return max(0, values[0] if whole else round(extrapolate(workload.config, values)))
 
     exchanges = {}
     for kind in KINDS:

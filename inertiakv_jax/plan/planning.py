@@ -47,7 +47,7 @@ def make_plan(request: Request, say: Callable[[str], None]) -> dict[str, Any]:
     workload = _workload(request)
     if not request.search:
         chosen = _named(request, workload)
-        return _report(request, chosen, _compile(chosen, say)) | {"search": []}
+        return _report(request, chosen, _compile(request, chosen, say)) | {"search": []}
     if request.mesh:
         raise ValueError("--search finds the mesh itself: leave out --mesh")
     chips = parse_chips(request.topology)
@@ -60,7 +60,7 @@ def make_plan(request: Request, say: Callable[[str], None]) -> dict[str, Any]:
     plan: dict[str, Any] = {}
     larger = fitting(workload, found[0].topology.chip)
     for chosen, _ in zip(larger, range(MOST_COMPILED), strict=False):
-        plan = _report(request, chosen, _compile(chosen, say))
+        plan = _report(request, chosen, _compile(request, chosen, say))
         if plan["fits"]:
             break
         say(f"{chosen.topology.name} is too small for the temporaries; trying the next")
@@ -112,8 +112,10 @@ def _named(request: Request, workload: Workload) -> Candidate:
     return candidate(workload, topology, parse_mesh(request.mesh, topology))
 
 
-def _compile(chosen: Candidate, say: Callable[[str], None]) -> dict[str, Phase]:
-    return compile_phases(chosen.workload, chosen.slots, chosen.topology, chosen.mesh, say)
+def _compile(request: Request, chosen: Candidate, say: Callable[[str], None]) -> dict[str, Phase]:
+    return compile_phases(
+        *(chosen.workload, chosen.slots, chosen.topology, chosen.mesh, say), whole=request.whole
+    )
 
 
 def _report(request: Request, chosen: Candidate, phases: dict[str, Phase]) -> dict[str, Any]:
@@ -134,7 +136,11 @@ def _report(request: Request, chosen: Candidate, phases: dict[str, Phase]) -> di
         "usable_bytes": chip.usable,
         "chip_source": chip.source,
         "bytes_per_device": dataclasses.asdict(chosen.bytes),
-        "compiled_layers": [config.num_layers for config in samples(workload.config)],
+        "compiled_layers": (
+            [workload.config.num_layers]
+            if request.whole
+            else [config.num_layers for config in samples(workload.config)]
+        ),
         "num_layers": workload.config.num_layers,
         "repeated": repeats(abstract_mesh(chosen.mesh), workload.model),  # pyright: ignore[reportArgumentType]
         "prefill_method_compiled": None if workload.policy.prefill is None else False,

@@ -19,6 +19,7 @@ class Request:
       policy: as ``policies.by_name`` reads it.
       ratio: fraction of the prompt removed; None: the policy's.
       search: find the topology.
+      whole: compile programs of all layers.
     """
 
     model: str
@@ -32,3 +33,4 @@ class Request:
     policy: str
     ratio: float | None
     search: bool
+    whole: bool

@@ -14,7 +14,7 @@ CONFIG = LLAMA | {
     "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -38,29 +38,36 @@ def run(capsys, *arguments):
 @pytest.mark.aot
 def test_a_plan(model, capsys):
     skip_unless_installed("v5e")
-    code, out, err = run(
-        capsys,
+    arguments = (
         *(model, "--topology", "v5e:2x2", "--mesh", "data=2,model=2", "--policy", "full"),
         *("--batch", 3, "--context", 256, "--new-tokens", 56, "--json"),
     )
+    code, out, err = run(capsys, *arguments)
     assert code == 0, err
     plan = json.loads(out)
     assert plan["slots"] == {"full": 256, "start": 256, "kept": None}
     assert plan["padded_batch"] == 4
-    # 512 * 256 of embedding, 256 * (2 * 256 + 2 * 128 + 3 * 512) of a layer, halves; three norms.
-    weights = (512 * 256 + 256 * 2_304) * 2 // 2 + 3 * 256 * 2
+    # 512 * 256 of embedding, 256 * (2 * 256 + 2 * 128 + 3 * 512) of a layer, halves; nine norms.
+    weights = (512 * 256 + 4 * 256 * 2_304) * 2 // 2 + 9 * 256 * 2
     assert plan["bytes_per_device"]["weights"] == weights
     prefill, step = plan["phases"]
     assert (prefill["name"], step["name"]) == ("prefill", "decode step")
     # A sum after attention and one after the MLP: 2 rows of 256 numbers, or of 256 tokens each.
-    assert prefill["collectives"]["all-reduce"]["count"] >= 2
-    assert prefill["collectives"]["all-reduce"]["bytes"] >= 2 * 2 * 256 * 256 * 2
+    assert prefill["collectives"]["all-reduce"]["count"] >= 8
+    assert prefill["collectives"]["all-reduce"]["bytes"] >= 8 * 2 * 256 * 256 * 2
     # Of the embedding, too, to which tokens are looked up in halves.
-    assert step["collectives"]["all-reduce"]["count"] >= 3
-    assert step["collectives"]["all-reduce"]["bytes"] >= 3 * 2 * 256 * 2
+    assert step["collectives"]["all-reduce"]["count"] >= 9
+    assert step["collectives"]["all-reduce"]["bytes"] >= 9 * 2 * 256 * 2
     for phase in plan["phases"]:
         assert phase["fits"]
         assert phase["total"] >= weights + phase["full_cache"]
+    whole = json.loads(run(capsys, *arguments, "--whole")[1])
+    assert (plan["compiled_layers"], whole["compiled_layers"]) == ([1, 2], [4])
+    for phase, all_layers in zip(plan["phases"], whole["phases"], strict=True):
+        assert phase["collectives"] == all_layers["collectives"]
+        assert phase["weights"] == all_layers["weights"]
+        # What fits on the chip is placed differently in each program.
+        assert phase["temporaries"] == pytest.approx(all_layers["temporaries"], abs=16 << 10)
     plan_report.print_plan(plan)
     shown = capsys.readouterr().out
     assert "on v5e:2x2, mesh data=2,model=2: 3 rows of 256 tokens, full" in shown
