@@ -243,16 +243,23 @@ def place(state: KVState, cut: Mesh | None) -> KVState:
         return state
     shardings = state_shardings(state, cut)
     if cut.is_multi_process:
-        state = jax.tree.map(_shared, state, shardings)
+        return jax.tree.map(_place_on_processes, state, shardings)
     return jax.device_put(state, shardings)
 
 
-def _shared(leaf: Array, sharding: NamedSharding) -> Array:
-    """A process' own array as one of all, which ``device_put`` would have them compare first."""
-    if isinstance(leaf, Tracer) or not leaf.is_fully_addressable:
+def _place_on_processes(leaf: Array, sharding: NamedSharding) -> Array:
+    """``device_put``, which across processes copies what lies there already.
+
+    And has them compare what is not, before anything else.
+    """
+    if isinstance(leaf, Tracer):
+        return jax.device_put(leaf, sharding)
+    if leaf.is_fully_addressable:
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return leaf
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return jax.device_put(leaf, sharding)
 
 
 def on_mesh(state: KVState, cut: Mesh | None) -> KVState:

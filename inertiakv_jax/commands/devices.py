@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from jax.sharding import Mesh
 
 MeshOption = Annotated[str | None, arg(metavar="AXIS=SIZE,...", help_behavior_hint="")]
+CoordinatorOption = Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")]
+NumberOption = Annotated[int | None, arg(help_behavior_hint="")]
 
 
 def mesh_of(text: str | None, batch: int) -> "Mesh | None":

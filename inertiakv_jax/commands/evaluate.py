@@ -10,7 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import arg
 
-from inertiakv_jax.commands.devices import MeshOption, mesh_of
+from inertiakv_jax.commands.devices import (
+    CoordinatorOption,
+    MeshOption,
+    NumberOption,
+    mesh_of,
+)
 from inertiakv_jax.commands.terminal import console
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
@@ -76,12 +81,12 @@ class Evaluate:
     mesh: MeshOption = None
     """Devices that share the work, like data=4,model=2: rows over data, heads over model. Each of
     several processes has its own; one larger than the devices of a process spans several."""
-    coordinator: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
+    coordinator: CoordinatorOption = None
     """Of a job of several processes, which share the examples: where the first one listens; auto
     on TPU pods and under Slurm. Or JAX_COORDINATOR_ADDRESS in the environment, like the others."""
-    num_processes: Annotated[int | None, _NONE_SHOWN] = None
+    num_processes: NumberOption = None
     """Processes of the job."""
-    process_id: Annotated[int | None, _NONE_SHOWN] = None
+    process_id: NumberOption = None
     """Which of them this is, from 0."""
 
     def run(self) -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from inertiakv_jax.commands.devices import MeshOption, mesh_of
+from inertiakv_jax.commands.devices import (
+    CoordinatorOption,
+    MeshOption,
+    NumberOption,
+    mesh_of,
+)
 from inertiakv_jax.commands.terminal import console, plain_table
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
@@ -46,6 +51,13 @@ class Generate:
     """float32 or bfloat16."""
     mesh: MeshOption = None
     """Devices that share the work, like data=4,model=2: rows over data, heads over model."""
+    coordinator: CoordinatorOption = None
+    """Of several processes with one mesh, all started with this command: where the first one
+    listens, which prints; auto on TPU pods and under Slurm."""
+    num_processes: NumberOption = None
+    """Processes with that mesh."""
+    process_id: NumberOption = None
+    """Which of them this is, from 0."""
 
     policy: str = "inertiakv"
     """A method (full, inertiakv, lazy4, score-free, tova, h2o, snapkv, ...), with options behind
@@ -95,13 +107,18 @@ class Generate:
         text = read_prompt(self.prompt, self.file)
         import jax
 
+        from inertiakv_jax import distributed
         from inertiakv_jax.attention import check_implementation
         from inertiakv_jax.weights.load import load
 
+        distributed.join(self.coordinator, self.num_processes, self.process_id)
         check_implementation(self.implementation, platform=jax.devices()[0].platform)
         mesh = mesh_of(self.mesh, batch=1)
-        lm = load(self.model, dtype=self.dtype, mesh=mesh)
-        output = self._generate(lm, text, policy, sampling)
+        lm = distributed.together(lambda: load(self.model, dtype=self.dtype, mesh=mesh))
+        prints = jax.process_index() == 0
+        output = self._generate(lm, text, policy, sampling, stream=self.stream and prints)
+        if not prints:
+            return
         if self.json:
             result = summary(output, lm, policy)
             sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -132,12 +149,18 @@ class Generate:
         return None
 
     def _generate(
-        self, lm: "LanguageModel", text: str, policy: "Policy", sampling: "Sampling | None"
+        self,
+        lm: "LanguageModel",
+        text: str,
+        policy: "Policy",
+        sampling: "Sampling | None",
+        *,
+        stream: bool,
     ) -> "GenerationOutput":
-        from inertiakv_jax.generation import stream
+        from inertiakv_jax import generation
 
         chat = bool(lm.tokenizer.chat_template) and not self.raw
-        chunks = stream(
+        chunks = generation.stream(
             lm,
             [[{"role": "user", "content": text}] if chat else text],
             policy=policy,
@@ -152,7 +175,7 @@ class Generate:
                 (new,) = next(chunks)
             except StopIteration as end:
                 return end.value
-            if self.stream:
+            if stream:
                 sys.stdout.write(new)
                 sys.stdout.flush()
 

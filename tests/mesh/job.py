@@ -24,6 +24,7 @@ def answer(folder: Path, mesh: str | None = None) -> dict:
     import inertiakv_jax as ikv
     from inertiakv_jax.eval import runner
     from inertiakv_jax.eval.settings import Settings
+    from inertiakv_jax.generation import CHUNK_STEPS
 
     lm = ikv.load(folder / "tiny", mesh=None if mesh is None else ikv.make_mesh(mesh))
     settings = Settings(
@@ -37,11 +38,16 @@ def answer(folder: Path, mesh: str | None = None) -> dict:
     runner.run(settings, lm, folder / "run")
     # As long as the examples, so that the programs are the same.
     prompts = [np.arange(330) % 7 + 3, np.arange(350) % 11 + 3]
-    out = ikv.generate(lm, prompts, ratio=0.5, max_new_tokens=10, stop_at_eos=False)
+    policy = ikv.policies.inertiakv(0.5)
+    out = ikv.generate(lm, prompts, policy=policy, max_new_tokens=10, stop_at_eos=False)
+    positions = fetch(out.state.positions)
+    more = {"steps": CHUNK_STEPS, "limit": 1, "policy": policy, "mesh": lm.mesh}
+    _, tokens = ikv.decode(lm.model, lm.params, out.state, np.array([5, 6]), **more)
     return {
-        "tokens": out.tokens,
-        "kept": fetch(out.state.positions).tolist(),
+        "tokens": [*out.tokens, fetch(tokens)[:, 0].tolist()],
+        "kept": positions.tolist(),
         "evicted": list(out.stats.evicted),
+        "in_place": [leaf.is_deleted() for leaf in (*out.state.keys, *out.state.values)],
     }
 
 

@@ -66,6 +66,7 @@ def test_a_model_over_two_processes_answers_as_on_one_device(tmp_path):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == expected
     assert min(expected["evicted"]) > 0
+    assert all(expected["in_place"])
     assert timeless(folders[1]) == timeless(folders[0])
 
 
