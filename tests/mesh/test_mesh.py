@@ -11,42 +11,51 @@ import numpy as np
 import pytest
 from evaluation.tiny import write_tiny
 from jax.sharding import AbstractMesh, Mesh
-from mesh.eight_devices import CONFIGS
+from mesh.eight_devices import CONFIGS, EIGHT_DEVICES, POLICIES, QUICK_TO_COMPILE, REAL
 
 import inertiakv_jax as ikv
+from inertiakv_jax.methods import METHODS
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.prompt_input import filled_up
 from inertiakv_jax.sharding import check_batch, layout, repeats
 
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 HERE = Path(__file__).parent
-# Each family, each way to divide eight devices, each kind of ranking.
+# Every policy, each family, each way to divide eight devices; what stands together shares programs.
 CASES = (
-    "qwen3 data=8 score-free",
-    "llama data=4,model=2 lazy4",
-    "smollm2 data=2,model=4 tova",
-    "llama model=8 inertiakv,retention=per_head",
-    "qwen2 model=8 entropy",
-    "qwen3-moe data=2,expert=2,model=2 inertiakv",
+    *(f"llama data=4,model=2 {policy}" for policy in ("inertiakv", "single-step", "cumulative")),
+    *(f"smollm2 data=2,model=4 {policy}" for policy in ("tova", "lazy4", "score-free")),
+    *(f"qwen2 model=8 {policy}" for policy in ("entropy", "knorm")),
+    *(f"qwen3 data=8 {policy}" for policy in ("random", "vnorm", "kvzip")),
+    "qwen3 data=2,context=2,model=2 learned",
+    *(
+        f"qwen3-moe data=2,expert=2,model=2 {policy}"
+        for policy in ("keydiff", "recency", "streaming-llm")
+    ),
     "mistral data=2,model=4 snapkv",
-    "gemma2 data=4,model=2 inertiakv",
-    "gemma3 model=8 inertiakv",
-    "llama data=2,context=2,model=2 inertiakv",
+    "gemma2 data=4,model=2 adakv-ea",
+    "gemma3 model=8 h2o",
 )
 
 
 @pytest.fixture(scope="module")
 def results():
     """By case: whether tokens and positions are one device's, and how far scores are apart."""
-    done = on_eight_devices(
-        HERE / "eight_devices.py", text="\n".join(CASES), flags=QUICK_TO_COMPILE
+    return by_case(compared(CASES))
+
+
+def compared(cases):
+    return on_eight_devices(
+        HERE / "eight_devices.py", text="\n".join(cases), flags=QUICK_TO_COMPILE
     )
+
+
+def by_case(done):
     return {result["case"]: result for result in map(json.loads, done.stdout.splitlines())}
 
 
 def on_eight_devices(*arguments, text=None, flags=""):
     """Run Python on eight devices that are none."""
-    flags += " --xla_force_host_platform_device_count=8"
+    flags = f"{EIGHT_DEVICES} {flags}"
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         input=text,
@@ -59,14 +68,24 @@ def on_eight_devices(*arguments, text=None, flags=""):
     return done
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_eight_devices_keep_and_say_what_one_does(results, case):
-    result = results[case]
+def check(result):
     assert result["evicted"]
     assert result["tokens"]
     assert result["positions"]
     assert result["scores"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_eight_devices_keep_and_say_what_one_does(results, case):
+    check(results[case])
+
+
+def test_cases_have_every_policy_and_family():
+    assert {case.split()[0] for case in CASES} == set(CONFIGS)
+    named = {policy for policy in POLICIES if "=" not in policy and "+" not in policy}
+    assert {case.split()[2] for case in CASES} == named
+    assert named == set(METHODS) - {"full"} | {"lazy4"}
 
 
 def test_a_prompt_is_continued_alike_by_rows_that_are_added(tmp_path):
@@ -87,11 +106,11 @@ def test_a_prompt_is_continued_alike_by_rows_that_are_added(tmp_path):
 @pytest.mark.real_weights
 def test_smollm2_on_meshes_that_do_not_divide_its_heads(smollm2):
     """Nine query heads and three kv heads; three prompts, to which four devices want a fourth."""
-    meshes = ("data=4,model=2", "model=8")
-    done = on_eight_devices(HERE / "smollm2.py", "inertiakv", *meshes)
-    for line, mesh in zip(done.stdout.splitlines(), meshes, strict=True):
-        equal = {"mesh": mesh, "tokens": True, "positions": True, "kept": True}
-        assert json.loads(line) == equal
+    cases = [f"{REAL} {mesh} inertiakv" for mesh in ("data=4,model=2", "model=8")]
+    done = compared(cases)
+    found = by_case(done)
+    for case in cases:
+        check(found[case])
     assert "8 devices share 3 kv heads and 9 query heads: 8 devices compute the same attention" in (
         done.stderr
     )
