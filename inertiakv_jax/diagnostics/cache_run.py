@@ -20,7 +20,7 @@ from inertiakv_jax.decode_step import evict_to_budget, insert_and_attend, refres
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policy import Knobs, Policy
 from inertiakv_jax.prefilling import ReadPrompts, read_prompts, start
-from inertiakv_jax.sharding import layout, mesh_sizes, missing_rows, on_mesh
+from inertiakv_jax.sharding import DATA, layout, mesh_sizes, on_mesh
 from inertiakv_jax.shrinking import drop, shrink
 from inertiakv_jax.state import PER_HEAD, SHARED, KVState
 from inertiakv_jax.typing import Model, Params
@@ -71,11 +71,9 @@ def read(
     Raises:
       ValueError: a mesh that divides rows.
     """
-    if missing_rows(lm.mesh, 1):
-        raise ValueError(
-            "a trace is of one text, so mesh axis 'data' must be 1, got "
-            f"{mesh_sizes(lm.mesh)['data']}"
-        )
+    rows = 1 if lm.mesh is None else mesh_sizes(lm.mesh)[DATA]
+    if rows > 1:
+        raise ValueError(f"a trace is of one text, so mesh axis {DATA!r} must be 1, got {rows}")
     return read_prompts(
         lm.model,
         lm.params,
