@@ -130,8 +130,9 @@ def _run_part(
     with contextlib.nullcontext() if path is None else RecordFile(path) as file:
         for batch in part.batches:
             for record_list in run_batch(batch, part.variants, prompting, part.done):
-                for record in record_list if file is not None else ():
-                    file.append(record)
+                if file is not None:
+                    for record in record_list:
+                        file.append(record)
                 work += batch.work
                 examples += len(batch.examples)
                 group = batch.examples[0].group
