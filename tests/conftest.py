@@ -34,6 +34,14 @@ def _forget_compiled_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def _quick_to_compile(request):
+    """Tiny models run for milliseconds and compile for seconds: without LLVM's costly passes."""
+    as_for_users = ("real_weights", "aot", "optimized")
+    quick = not any(map(request.node.get_closest_marker, as_for_users))
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32, a LanguageModel."""
