@@ -239,10 +239,10 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
         )
     arrays = (state.finished, first_token, state.next_position, state.budget, state.num_held)
     finished, tokens, positions, budget, held = map(fetch, arrays)
-    if np.any(np.where(finished, 0, tokens) < 0):
+    if np.any(~finished & ((tokens < 0) | (tokens >= model.vocab_size))):
         raise ValueError(
-            f"first_token must be an id of every unfinished row, got {tokens}; "
-            "after a decode with limit= that is tokens[:, limit - 1]"
+            f"first_token must be an id of every unfinished row, 0 .. {model.vocab_size - 1}, got "
+            f"{tokens}; after a decode with limit= that is tokens[:, limit - 1]"
         )
     limit = int(limit)
     fewest = 0 if state.kept_slots is None else 1

@@ -62,8 +62,8 @@ def prefill(
       logits: [B, V] float32, of each row's last token.
 
     Raises:
-      ValueError: an empty batch or prompt, a length outside 1 .. T, a negative id, a prompt
-        beyond the model's positions, ``max_new_tokens`` missing or below 1, or a budget the
+      ValueError: an empty batch or prompt, a length outside 1 .. T, an id outside 0 .. V - 1, a
+        prompt beyond the model's positions, ``max_new_tokens`` missing or below 1, or a budget the
         policy refuses. All before anything is compiled.
 
     Source: arXiv 2609.03515 section 3.1; chunking is ours.

@@ -38,8 +38,10 @@ def checked_prompts(
         raise ValueError(f"length {lengths.max()} exceeds the {tokens.shape[1]} tokens given")
     check_lengths(model, lengths, max_new_tokens)
     ids = tokens[is_prompt(tokens, lengths)]
-    if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"tokens must be ids, from 0 on, got {ids.min()} .. {ids.max()}")
+    if ids.min() < 0 or ids.max() >= model.vocab_size:
+        raise ValueError(
+            f"tokens must be ids in 0 .. {model.vocab_size - 1}, got {ids.min()} .. {ids.max()}"
+        )
     return tokens, lengths.astype(np.int32)
 
 

@@ -85,6 +85,11 @@ class Model(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """V: ids are 0 .. V - 1."""
+        ...
+
+    @property
     def max_positions(self) -> int:
         """Longest text, in tokens."""
         ...

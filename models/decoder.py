@@ -76,6 +76,11 @@ class DecoderModel:
         return self.config.head_dim
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    @property
     def max_positions(self) -> int:
         """Longest text, in tokens."""
         return self.config.max_position_embeddings

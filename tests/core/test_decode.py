@@ -352,6 +352,13 @@ def test_first_token_that_is_none():
     decoded(state, tokens[:, 1], policy)
 
 
+def test_first_token_that_is_no_id():
+    policy = POLICIES["lazy4"]
+    state, token = prefilled(policy)
+    with pytest.raises(ValueError, match=r"every unfinished row, 0 \.\. 96, got \[97 97 97\]"):
+        decoded(state, 0 * token + 97, policy)
+
+
 @pytest.mark.parametrize("first_steps", [0, 1])
 def test_a_state_restored_as_numpy_arrays(first_steps):
     policy = POLICIES["lazy4"]

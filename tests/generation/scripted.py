@@ -39,6 +39,7 @@ class ScriptedModel:
     num_heads: int = CONFIG.num_heads
     num_kv_heads: int = CONFIG.num_kv_heads
     head_dim: int = CONFIG.head_dim
+    vocab_size: int = CONFIG.vocab_size
     max_positions: int = CONFIG.max_position_embeddings
     sliding_windows: tuple = (None, None)
     dtype: Any = "float32"
