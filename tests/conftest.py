@@ -34,11 +34,11 @@ def _forget_compiled_programs():
     jax.clear_caches()
 
 
-@pytest.fixture(autouse=True)
-def _quick_to_compile(request):
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test's module compile anything
+def pytest_runtest_setup(item):
     """Tiny models run for milliseconds and compile for seconds: without LLVM's costly passes."""
     as_for_users = ("real_weights", "aot", "optimized")
-    quick = not any(map(request.node.get_closest_marker, as_for_users))
+    quick = not any(map(item.get_closest_marker, as_for_users))
     jax.config.update("jax_disable_most_optimizations", quick)
 
 

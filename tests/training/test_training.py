@@ -15,6 +15,8 @@ from inertiakv_jax.learned_scorer import save_learned
 from inertiakv_jax.training import scorer as scorer_training
 from inertiakv_jax.training.scorer import Settings, train
 
+pytestmark = pytest.mark.optimized  # to the bit what a child process gets
+
 TEXT = prose(1000)
 SHORT = Settings(steps=15, context=LENGTH, queries=4, batch_size=2, held_out=2)
 CHILD = """
