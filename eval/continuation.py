@@ -13,7 +13,7 @@ from jax import Array
 from inertiakv_jax.budget import kv_bytes_per_token, window_kv_bytes
 from inertiakv_jax.decoding import NO_TOKEN, decode
 from inertiakv_jax.distributed import fetch
-from inertiakv_jax.generation import CHUNK_STEPS, held_tokens, rows_done
+from inertiakv_jax.generation import CHUNK_STEPS, check_finite, held_tokens, rows_done
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.observation import Observing
 from inertiakv_jax.policies import full
@@ -175,7 +175,7 @@ def _read(lm, tokens, lengths, policies, request, slots) -> _Read:
     if request.not_first:
         logits = logits.at[:, np.asarray(request.not_first)].set(-jnp.inf)
     first = jax.block_until_ready(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    _check_finite(prompts.state)
+    check_finite(prompts.state)
     return _Read(prompts, first, lengths, time.perf_counter() - begin)
 
 
@@ -250,7 +250,7 @@ def _decode(
             seconds += time.perf_counter() - start
             timed += int((columns != NO_TOKEN).sum())
         donate = True
-        _check_finite(state)
+        check_finite(state)
         remaining -= limit
         token = jnp.maximum(tokens[:, limit - 1], 0)
         _push(rows, columns, request)
@@ -262,12 +262,3 @@ def _push(rows: list[RowText], columns: np.ndarray, request: Request) -> None:
         tokens = [] if row.done else [token for token in tokens if token != NO_TOKEN]
         row.push(tokens)
         row.done = row.done or (bool(tokens) and tokens[-1] in request.stop_tokens)
-
-
-def _check_finite(state: KVState) -> None:
-    broken = np.flatnonzero(~fetch(state.finite))
-    if broken.size:
-        raise FloatingPointError(
-            f"the logits of rows {broken.tolist()} hold NaN or infinity; are the weights sound, "
-            "and does the dtype reach?"
-        )

@@ -237,8 +237,7 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
             "the state was consumed by an earlier decode: go on with the one that it returned, or "
             "give it donate=False"
         )
-    arrays = (state.finished, first_token, state.next_position, state.budget, state.num_held)
-    finished, tokens, positions, budget, held = map(fetch, arrays)
+    finished, tokens, positions = map(fetch, (state.finished, first_token, state.next_position))
     if np.any(~finished & ((tokens < 0) | (tokens >= model.vocab_size))):
         raise ValueError(
             f"first_token must be an id of every unfinished row, 0 .. {model.vocab_size - 1}, got "
@@ -264,6 +263,7 @@ def _check_decode(model, state, first_token, policy, steps, limit) -> None:
             )
         return
     # A budget beyond the slots never makes room: the cache was sized for the tokens to come.
-    most = int(np.max(np.where(budget >= slots, held, 0)))
-    if most and most + limit > slots:
-        raise ValueError(f"{most} tokens and {limit} steps exceed the {slots} slots of the cache")
+    growing = fetch(state.budget) >= slots
+    held = int(np.max(np.where(growing, fetch(state.num_held), 0)))
+    if held and held + limit > slots:
+        raise ValueError(f"{held} tokens and {limit} steps exceed the {slots} slots of the cache")

@@ -191,7 +191,7 @@ class _Run:
             mesh=self.lm.mesh,
         )
         token = sample(logits, self.sampling, self.key, state.step)
-        _check_finite(state)
+        check_finite(state)
         first = fetch(token)[:, None]
         prefill_s = time.perf_counter() - start
         yield self._push(first)
@@ -211,7 +211,7 @@ class _Run:
             if not step_one:
                 timed_s += time.perf_counter() - start
                 timed_tokens += int((columns != NO_TOKEN).sum())
-            _check_finite(state)
+            check_finite(state)
             remaining -= limit
             token = jnp.maximum(tokens[:, limit - 1], 0)
             yield self._push(columns)
@@ -326,7 +326,8 @@ def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
     return stop
 
 
-def _check_finite(state: KVState) -> None:
+def check_finite(state: KVState) -> None:
+    """Raise FloatingPointError if logits of a row held NaN or infinity."""
     broken = np.flatnonzero(~fetch(state.finite))
     if broken.size:
         raise FloatingPointError(

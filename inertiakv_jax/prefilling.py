@@ -127,11 +127,8 @@ def read_prompts(
         if policy.prefill is not None:
             policy.prefill.check(lengths, model)
     needed = (full_slots(model, policy, lengths, max_new_tokens) for policy in policies)
-    slots = max(least_slots, *needed)
     parts = 1 if mesh is None else mesh.shape[CONTEXT]
-    if parts > 1:  # each device's part has whole chunks
-        slots = parts * _full_slots(-(-slots // parts))
-    chunk = CHUNK if slots // parts % CHUNK == 0 else 64
+    slots, chunk = in_chunks(max(least_slots, *needed), parts)
     padded = np.zeros((len(lengths), slots), np.int32)
     longest = int(lengths.max())
     padded[:, :longest] = np.where(is_prompt(tokens, lengths), tokens, 0)[:, :longest]
@@ -149,7 +146,7 @@ def full_slots(
     """Slots of the full cache that a policy needs: for the prompts and for what may follow."""
     most_kept = _most_kept(model, policy, lengths, max_new_tokens)
     longest = int(lengths.max())
-    return _full_slots(
+    return whole_chunks(
         max(longest + 1, longest + _new_tokens(policy, max_new_tokens), most_kept + 1)
     )
 
@@ -226,8 +223,21 @@ def _new_tokens(policy: Policy, max_new_tokens: int | None) -> int:
     return max_new_tokens
 
 
-def _full_slots(tokens: int) -> int:
+def whole_chunks(tokens: int) -> int:
+    """Slots of a full cache of so many tokens."""
     return kv_state.slots_for(tokens, multiple=CHUNK if tokens > CHUNK else 64)
+
+
+def in_chunks(slots: int, parts: int) -> tuple[int, int]:
+    """Slots of which each of ``parts``, the size of axis "context", has whole chunks; their size.
+
+    Args:
+      slots: as of ``whole_chunks``.
+      parts: devices that divide them.
+    """
+    if parts > 1:
+        slots = parts * whole_chunks(-(-slots // parts))
+    return slots, CHUNK if slots // parts % CHUNK == 0 else 64
 
 
 # A module-level jit: one cache of programs for the life of the process.

@@ -86,8 +86,10 @@ def compile_phases(
       ValueError: a program does not fit the memory even with one layer of a kind.
     """
     devices = compile_only_mesh(topology, mesh)
-    configs = [workload.config] if whole else samples(workload.config)
-    cut = [dataclasses.replace(workload, config=config) for config in configs]
+    cut = [
+        dataclasses.replace(workload, config=config)
+        for config in samples(workload.config, whole=whole)
+    ]
     lowered = [
         (name, index, _lower(program, topology, devices))
         for index, part in enumerate(cut)

@@ -23,8 +23,13 @@ def layer_kinds(config: ModelConfig) -> Counter[Kind]:
     )
 
 
-def samples(config: ModelConfig) -> list[ModelConfig]:
-    """One layer of each kind; then, for each kind with more layers, the same and one more."""
+def samples(config: ModelConfig, *, whole: bool = False) -> list[ModelConfig]:
+    """One layer of each kind; then, for each kind with more layers, the same and one more.
+
+    With ``whole`` all layers, from which nothing has to be carried over.
+    """
+    if whole:
+        return [config]
     kinds = layer_kinds(config)
     base = dict.fromkeys(kinds, 1)
     more = [base | {kind: 2} for kind, count in kinds.items() if count > 1]

@@ -136,11 +136,9 @@ def _report(request: Request, chosen: Candidate, phases: dict[str, Phase]) -> di
         "usable_bytes": chip.usable,
         "chip_source": chip.source,
         "bytes_per_device": dataclasses.asdict(chosen.bytes),
-        "compiled_layers": (
-            [workload.config.num_layers]
-            if request.whole
-            else [config.num_layers for config in samples(workload.config)]
-        ),
+        "compiled_layers": [
+            config.num_layers for config in samples(workload.config, whole=request.whole)
+        ],
         "num_layers": workload.config.num_layers,
         "repeated": repeats(abstract_mesh(chosen.mesh), workload.model),  # pyright: ignore[reportArgumentType]
         "prefill_method_compiled": None if workload.policy.prefill is None else False,

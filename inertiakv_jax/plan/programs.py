@@ -52,7 +52,7 @@ def prefill(workload: Workload, slots: Slots, mesh: Mesh) -> Program:
     """Read the prompts, chunk by chunk."""
     model, batch = workload.model, workload.batch
     cut = layout(mesh, model)
-    chunk = prefilling.CHUNK if slots.full // cut.shape[CONTEXT] % prefilling.CHUNK == 0 else 64
+    _, chunk = prefilling.in_chunks(slots.full, cut.shape[CONTEXT])
     observing = observing_of(workload.policy)
 
     def run(params, tokens, lengths):

@@ -6,7 +6,7 @@ from inertiakv_jax import state as kv_state
 from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.policy import Policy
-from inertiakv_jax.prefilling import CHUNK
+from inertiakv_jax.prefilling import in_chunks, whole_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +93,10 @@ def slots_of(workload: Workload, parts: int = 1) -> Slots:
         most_kept = min(int(policy.budgets([longest], model)[0]), model.max_positions)
         kept = kv_state.slots_for(most_kept + 1, multiple=64)
     tokens = max(prompt + max(new_tokens, 1), most_kept + 1)
-    full = start = parts * _whole_chunks(-(-_whole_chunks(tokens) // parts))
+    full, _ = in_chunks(whole_chunks(tokens), parts)
+    start = full
     if policy.prefill is not None:
         stay = int(policy.prefill.budgets([prompt], model)[0])
         thinned = kv_state.slots_for(stay + max(new_tokens, 1), multiple=64)
         start = min(max(thinned, kept or 0), full)
     return Slots(full, start, kept)
-
-
-def _whole_chunks(tokens: int) -> int:
-    return kv_state.slots_for(tokens, multiple=CHUNK if tokens > CHUNK else 64)
