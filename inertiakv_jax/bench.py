@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from inertiakv_jax.decoding import decode
-from inertiakv_jax.generation import CHUNK_STEPS
+from inertiakv_jax.generation import CHUNK_STEPS, held_tokens
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import prefill
@@ -28,7 +28,7 @@ class Run:
       first_step_s: seconds of decode step 1, which attends to the whole prompt and evicts.
       decode_s: seconds of the steps after it.
       tokens: token ids chosen, the prefill's first.
-      held_tokens: tokens in the cache at the end.
+      held_tokens: tokens in the cache at the end; the mean over rankings, if a policy has several.
       cache_slots: tokens that the cache has room for then.
       kv_bytes: bytes of its buffers.
     """
@@ -115,7 +115,7 @@ class PolicyContestant:
             first_step_s=first_step_s,
             decode_s=decode_s,
             tokens=chosen,
-            held_tokens=int(state.num_held[0]),
+            held_tokens=round(held_tokens(state)[0]),
             cache_slots=state.num_slots,
             kv_bytes=state.kv_bytes(),
         )

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from inertiakv_jax.decoding import decode
-from inertiakv_jax.generation import CHUNK_STEPS
+from inertiakv_jax.generation import CHUNK_STEPS, held_tokens
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import prefill
@@ -50,7 +50,8 @@ class Answer:
       text: the answer, up to the model's end token.
       right: whether the first number in it is the one asked for.
       steps: decode steps until the end token was chosen; STEPS if it was not.
-      kept_tokens: tokens in the cache after the last step watched.
+      kept_tokens: tokens in the cache after the last step watched; the mean over rankings, if
+        the policy has several.
       kv_bytes: bytes of the cache's buffers then.
       held: [STEPS + 1, T + STEPS] bool; row t: which positions are in the cache after decode
         step t. Row 0 is the prompt.
@@ -160,7 +161,7 @@ def watch(lm: LanguageModel, question: Question, policy: Policy) -> tuple[Answer
         text=text,
         right=is_right(text, question.number),
         steps=min(taken, STEPS),
-        kept_tokens=int(state.num_held[0]),
+        kept_tokens=round(held_tokens(state)[0]),
         kv_bytes=state.kv_bytes(),
         held=held,
     )

@@ -63,6 +63,28 @@ PARTIAL_HEAD_SCORES = P(GROUP, DATA, HEADS, None)  # [group, B, K, S], likewise
 SCALAR = P()
 
 
+def parse_mesh_sizes(text: str) -> dict[str, int]:
+    """The size of each of ``MESH_AXES`` in a text like "data=4,model=2"; 1 where it is not named.
+
+    Raises:
+      ValueError: not of this form, or an axis that is unknown or named twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in MESH_AXES:
+            raise ValueError(
+                f"mesh {text!r}: unknown axis {axis!r}; expected some of {', '.join(MESH_AXES)}, "
+                "like data=4,model=2"
+            )
+        if axis in sizes:
+            raise ValueError(f"mesh {text!r}: {axis} is named twice")
+        if not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"mesh {text!r}: {axis} must be an integer of at least 1, got {size!r}")
+        sizes[axis] = int(size)
+    return dict.fromkeys(MESH_AXES, 1) | sizes
+
+
 def make_mesh(text: str, devices: list[Any] | None = None) -> Mesh:
     """A mesh from its sizes, as on the command line.
 
@@ -73,24 +95,14 @@ def make_mesh(text: str, devices: list[Any] | None = None) -> Mesh:
         are too few, those of a group of processes (``distributed.mesh_devices``).
 
     Raises:
-      ValueError: not of this form, an unknown axis, more devices than there are, or parts of
-        processes and groups.
+      ValueError: as ``parse_mesh_sizes``; more devices than there are, or parts of processes and
+        groups.
 
     Example:
       >>> make_mesh("data=1").shape["model"]
       1
     """
-    sizes = dict.fromkeys(MESH_AXES, 1)
-    for part in text.split(","):
-        axis, _, size = (piece.strip() for piece in part.partition("="))
-        if axis not in sizes:
-            raise ValueError(
-                f"mesh {text!r}: unknown axis {axis!r}; expected some of {', '.join(MESH_AXES)}, "
-                "like data=4,model=2"
-            )
-        if not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: {axis} must be an integer of at least 1")
-        sizes[axis] = int(size)
+    sizes = parse_mesh_sizes(text)
     needed = math.prod(sizes.values())
     devices = mesh_devices(needed) if devices is None else devices
     if needed > len(devices):

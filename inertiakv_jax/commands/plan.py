@@ -68,7 +68,7 @@ class Plan:
         from inertiakv_jax.plan.child import run_plan
         from inertiakv_jax.plan.request import Request
 
-        # What needs no jax is refused before a process is started.
+        # What is misspelt is refused before a process is started.
         if self.search:
             topology.parse_chips(self.topology)
         else:

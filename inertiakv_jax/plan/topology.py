@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-import re
 
 from inertiakv_jax.plan.chips import CHIPS, GPU, Chip
+from inertiakv_jax.sharding import parse_mesh_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +89,12 @@ def parse_chips(text: str) -> list[Chip]:
 
 
 def parse_mesh(text: str, topology: Topology) -> MeshShape:
-    """Read ``data=2,model=8``, ``context`` and ``expert`` likewise; size 1 where none is named.
+    """Read ``data=2,model=8``, as ``sharding.parse_mesh_sizes``.
 
     Raises:
-      ValueError: another form, or a mesh that does not take up the topology.
+      ValueError: as there, or a mesh that does not take up the topology.
     """
-    sizes = {"data": 1, "model": 1}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(data|model|expert|context)\s*=\s*([1-9][0-9]*)\s*", part)
-        if match is None:
-            raise ValueError(
-                "--mesh must be like data=2,model=4, of the axes data, context, expert and model; "
-                f"got {text!r}"
-            )
-        sizes[match[1]] = int(match[2])
-    mesh = MeshShape(**sizes)
+    mesh = MeshShape(**parse_mesh_sizes(text))
     if mesh.devices != topology.devices:
         raise ValueError(
             f"--mesh {mesh} has {mesh.devices} devices, but {topology.name} has {topology.devices}"

@@ -95,8 +95,11 @@ def test_prompt_has_the_length_asked_for(lm, length):
     assert "special magic" not in lm.tokenizer.decode(prompt)[:20]
 
 
-@pytest.mark.parametrize("policy", ["full", "inertiakv"])
-@pytest.mark.parametrize("new_tokens", [3, 16, 20])
+@pytest.mark.parametrize(
+    "policy, new_tokens",
+    [(name, count) for name in ("full", "inertiakv") for count in (3, 16, 20)]
+    + [("tova", 3), ("inertiakv,retention=per_head", 3)],
+)
 def test_tokens_are_those_of_generate(lm, policy, new_tokens):
     policy = ikv.policies.by_name(policy, ratio=0.5)
     prompt = bench.prompt_of(lm, 150)

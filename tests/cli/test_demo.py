@@ -69,6 +69,15 @@ def test_watching_an_evicting_policy(name, lm, question):
     )
 
 
+def test_watching_a_policy_with_a_ranking_for_each_layer(lm, question):
+    length = len(question.token_ids)
+    answer, _, _ = demo.watch(lm, question, ikv.policies.by_name("tova", ratio=0.9))
+    kept = length - -(-9 * length // 10)
+    assert answer.kept_tokens == kept
+    held = answer.held[1:].sum(axis=1)  # in either of two layers
+    assert (held > kept).all() and (held <= 2 * kept).all()
+
+
 def test_watching_the_full_cache(lm, question):
     length = len(question.token_ids)
     answer, state, _ = demo.watch(lm, question, ikv.policies.full())

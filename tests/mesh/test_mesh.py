@@ -121,8 +121,9 @@ def test_smollm2_on_meshes_that_do_not_divide_its_heads(smollm2):
     [
         ("data=2,model=4", "needs 8 devices, but there are 1"),
         ("rows=2", "unknown axis 'rows'; expected some of data, context, expert, model"),
-        ("model", "model must be an integer of at least 1"),
-        ("data=0", "data must be an integer of at least 1"),
+        ("model", "model must be an integer of at least 1, got ''"),
+        ("data=0", "data must be an integer of at least 1, got '0'"),
+        ("data=2,data=4", "mesh 'data=2,data=4': data is named twice"),
         ("", "unknown axis ''"),
     ],
 )
