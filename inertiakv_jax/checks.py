@@ -17,14 +17,20 @@ def is_count(value: Any) -> bool:
     return is_integer(value) and value >= 0
 
 
+def is_int32_count(value: Any) -> bool:
+    """An integer in 0 .. 2**31 - 1."""
+    return is_count(value) and value < 2**31
+
+
 def is_positive_count(value: Any) -> bool:
     """An integer from 1 on."""
     return is_integer(value) and value >= 1
 
 
 def in_unit_interval(value: Any) -> bool:
-    """A real number in [0, 1)."""
-    return isinstance(value, numbers.Real) and 0.0 <= float(value) < 1.0
+    """A real number in [0, 1), but no bool."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and 0.0 <= float(value) < 1.0
 
 
 def check_field(owner: Any, name: str, good: Callable[[Any], bool], expected: str) -> None:

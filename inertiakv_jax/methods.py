@@ -39,7 +39,8 @@ def inertiakv(ratio: float | None = None, **options: Any) -> Policy:
     """
     refresh = options.get("refresh", EVERY_STEP)
     names = {EVERY_STEP: "inertiakv", STEP_ONE_ONLY: "score-free"}
-    return _make(names.get(refresh, f"lazy{refresh}"), ratio, options)
+    name = names.get(refresh) if is_integer(refresh) else None  # a list has no hash
+    return _make(name or f"lazy{refresh}", ratio, options)
 
 
 def lazy(refresh: int, ratio: float | None = None, **options: Any) -> Policy:
@@ -221,7 +222,7 @@ def _make(name: str, ratio: float | None, options: Mapping[str, Any], **method: 
     """A policy of ``method``'s fields, varied by ``options``."""
     options = dict(options)
     rule = options.pop("aggregation", None)
-    if rule is not None and rule not in RULES:
+    if rule is not None and not (isinstance(rule, str) and rule in RULES):
         raise ValueError(f"aggregation must be one of {', '.join(RULES)}, got {rule!r}")
     options = {**method, **(RULES[rule] if rule is not None else {}), **options}
     _check_names(options, Policy, name)

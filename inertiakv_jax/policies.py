@@ -74,10 +74,37 @@ def by_name(name: str, ratio: float | None = None, **options: Any) -> Policy:
         prefill_ratio = options.pop("prefill_ratio", 0.5)
         return compose(by_name(first, prefill_ratio), by_name(second, ratio, **options))
     if match := re.fullmatch(r"lazy([1-9][0-9]*)", name):
+        if "refresh" in options:
+            raise ValueError(f"policy {name!r} has its refresh in its name, got another one")
         return lazy(int(match[1]), ratio, **options)
     if name not in METHODS:
         raise ValueError(f"unknown policy {name!r}; expected one of: {', '.join(NAMES)}")
     return METHODS[name](ratio, **options)
+
+
+def as_written(text: str, ratio: float | None = None) -> Policy:
+    """``by_name``, but named as it is written, options and all, which tell two of one method apart.
+
+    Args:
+      text: as on the command line.
+      ratio: fraction of the prompt removed, where ``text`` itself gives no budget.
+
+    >>> as_written("inertiakv,scorer=keydiff,ratio=0.5", ratio=0.9).ratio
+    0.5
+    """
+    return replace(by_name(text, None if has_budget(text) else ratio), name=text)
+
+
+def has_budget(text: str) -> bool:
+    """Whether a policy as it is written, or the file that it names, sets the budget.
+
+    Raises:
+      ValueError: there is no such file, or it is none of a policy.
+    """
+    name, *options = text.split(",")
+    if any(option.partition("=")[0] in _BUDGETS for option in options):
+        return True
+    return name.endswith(_FILES) and any(key in _BUDGETS for key in _read_file(name))
 
 
 def _split_options(text: str) -> tuple[str, dict[str, Any]]:
@@ -126,19 +153,26 @@ def from_file(path: str | Path, **options: Any) -> Policy:
     Raises:
       ValueError: no such file, no mapping, or an unknown key or value; names the file.
     """
+    config = _read_file(path)
+    given = {key: value for key, value in options.items() if value is not None}
+    if any(key in _BUDGETS for key in given):
+        config = {key: value for key, value in config.items() if key not in _BUDGETS}
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return by_name(**(config | given))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    """The name and options in a .yaml file, not looked at yet; see ``from_file``."""
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"no policy at {str(path)!r}: {error}") from error
-    try:
-        config = yaml.safe_load(text)
-        if not isinstance(config, dict) or not isinstance(config.get("name"), str):
-            raise ValueError("expected a mapping with a name and options")
-        if config["name"].endswith(_FILES):
-            raise ValueError(f"the name must be a method's, got {config['name']!r}")
-        given = {key: value for key, value in options.items() if value is not None}
-        if any(key in _BUDGETS for key in given):
-            config = {key: value for key, value in config.items() if key not in _BUDGETS}
-        return by_name(**(config | given))
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(f"{path}: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("name"), str):
+        raise ValueError(f"{path}: expected a mapping with a name and options")
+    if config["name"].endswith(_FILES):
+        raise ValueError(f"{path}: the name must be a method's, got {config['name']!r}")
+    return config

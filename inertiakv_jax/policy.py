@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -15,7 +16,13 @@ from jax import Array
 from inertiakv_jax.aggregation import LAYER_WEIGHTS, recurrence
 from inertiakv_jax.attention import Ranking
 from inertiakv_jax.budget import check_budget, fraction_of_seen, token_budgets
-from inertiakv_jax.checks import check_choice, check_field, in_unit_interval, is_count
+from inertiakv_jax.checks import (
+    check_choice,
+    check_field,
+    in_unit_interval,
+    is_count,
+    is_int32_count,
+)
 from inertiakv_jax.learned_scorer import load_learned
 from inertiakv_jax.prefill_method import PrefillMethod
 from inertiakv_jax.scoring import SCORERS, LearnedParams
@@ -125,9 +132,14 @@ class Policy:
         if self.decay is not None:
             check_field(self, "decay", _is_decay, "a number in [0, 1]")
         self._check_layer_weights()
-        for name in ("refresh", "protect_first", "protect_recent", "prompt_queries"):
+        for name in ("refresh", "protect_first", "protect_recent"):
             check_field(self, name, is_count, "an integer >= 0")
+        check_field(self, "prompt_queries", is_int32_count, "an integer in 0 .. 2**31 - 1")
         check_field(self, "seed", lambda x: is_count(x) and x < 2**32, "an integer below 2**32")
+        if self.scorer_weights is not None:
+            check_field(
+                self, "scorer_weights", lambda x: isinstance(x, str | os.PathLike), "a path"
+            )
         if (self.scorer == "learned") != (self.scorer_weights is not None):
             raise ValueError(
                 "scorer_weights, a file of `inertiakv train-scorer`, belongs to the scorer "
@@ -234,4 +246,5 @@ def check_policy(policy: Any) -> None:
 
 
 def _is_decay(value: Any) -> bool:
-    return in_unit_interval(value) or (isinstance(value, numbers.Real) and value == 1)
+    is_one = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == 1
+    return in_unit_interval(value) or is_one

@@ -2,17 +2,26 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from inertiakv_jax.budget import check_budget, token_budgets
-from inertiakv_jax.checks import check_choice, check_field, in_unit_interval, is_count
+from inertiakv_jax.checks import (
+    check_choice,
+    check_field,
+    in_unit_interval,
+    is_count,
+    is_int32_count,
+)
 from inertiakv_jax.state import PER_HEAD, RETENTIONS, num_eligible
 from inertiakv_jax.typing import Model, RotaryModel
 
 SNAPKV, EXPECTED_ATTENTION, KVZIP = "snapkv", "expected-attention", "kvzip"
 PREFILL_SCORERS = (SNAPKV, EXPECTED_ATTENTION, KVZIP, "keydiff", "knorm")
 HEAD_BUDGETS = ("equal", "layer", "model")
+MAX_POOL = 1025
+"""Each of a pool's neighbours is one more term in the program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +82,15 @@ class PrefillMethod:
             )
         check_field(self, "safeguard", lambda x: in_unit_interval(x) or x == 1, "in [0, 1]")
         for name in ("window", "protect_first"):
-            check_field(self, name, is_count, "an integer >= 0")
-        check_field(self, "pool", lambda x: is_count(x) and x % 2 == 1, "an odd integer >= 1")
+            check_field(self, name, is_int32_count, "an integer in 0 .. 2**31 - 1")
+        check_field(
+            self,
+            "pool",
+            lambda x: is_count(x) and x % 2 == 1 and x <= MAX_POOL,
+            f"an odd integer in 1 .. {MAX_POOL}",
+        )
+        for name in ("repeat_first", "repeat_next", "repeat_suffix"):
+            check_field(self, name, _is_ids, "a tuple of token ids")
         if self.scorer == SNAPKV and self.window < 1:
             raise ValueError(f"SnapKV needs a window of at least 1 query, got {self.window}")
 
@@ -95,3 +111,7 @@ class PrefillMethod:
     def budgets(self, lengths: Sequence[int] | np.ndarray, model: Model) -> np.ndarray:
         """Tokens that each row keeps of its prompt, [B] int32, per kv head on average."""
         return np.minimum(token_budgets(self, lengths, model), np.asarray(lengths, np.int32))
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, tuple) and all(is_count(token) for token in value)

@@ -57,9 +57,10 @@ class Bench:
     repeats: int = 5
     """Rounds that count."""
     policies: tuple[str, ...] = ("full", "inertiakv", "lazy4", "score-free")
-    """Policies to time, separated by spaces."""
+    """Policies to time, separated by spaces, each as of `inertiakv generate` (tova,tokens=64)."""
     ratio: float = 0.9
-    """Fraction of the prompt's cache removed, in [0, 1); full removes nothing."""
+    """Fraction of the prompt's cache removed, in [0, 1), by policies that do not say; full removes
+    nothing."""
     implementation: Annotated[str | None, arg(metavar="{xla,tpu,gpu}", help_behavior_hint="")] = (
         None
     )
@@ -141,15 +142,15 @@ class Bench:
 
         check_implementation(self.implementation, platform=jax.devices()[0].platform)
         for name in self.policies:
-            policies.by_name(name, ratio=self.ratio)
+            policies.as_written(name, self.ratio)
+        if len(set(self.policies)) < len(self.policies):
+            raise ValueError(f"--policies must differ, got {' '.join(self.policies)}")
 
     def _contestants(self, lm: "LanguageModel") -> tuple[list["Contestant"], dict[str, str]]:
         from inertiakv_jax import bench, bench_peers, policies
 
         found: list[Contestant] = [
-            bench.PolicyContestant(
-                lm, policies.by_name(name, ratio=self.ratio), self.implementation
-            )
+            bench.PolicyContestant(lm, policies.as_written(name, self.ratio), self.implementation)
             for name in self.policies
         ]
         reasons = {peer: bench_peers.why_not(peer) for peer in dict.fromkeys(self.peer)}

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -136,7 +135,7 @@ class Trace:
     def _policies(self) -> "list[Policy]":
         from inertiakv_jax.diagnostics import without_ema
 
-        policies = [named_policy(text, self.ratio) for text in self.policy or DEFAULT_POLICIES]
+        policies = [_named(text, self.ratio) for text in self.policy or DEFAULT_POLICIES]
         counterparts = [] if self.ema_only else map(without_ema, policies)
         return [*policies, *(policy for policy in counterparts if policy is not None)]
 
@@ -178,24 +177,11 @@ class Trace:
         return load(self.model, dtype=self.dtype, mesh=mesh)
 
 
-def named_policy(text: str, ratio: float | None = None) -> "Policy":
-    """A policy as of ``policies.by_name``, named as it is written: options tell two of one method.
+def _named(text: str, ratio: float | None) -> "Policy":
+    from inertiakv_jax.policies import as_written
 
-    Args:
-      text: as on the command line.
-      ratio: fraction of the prompt removed, where ``text`` itself gives no budget.
-
-    Raises:
-      ValueError: an unknown name or option, or a value out of range.
-
-    >>> named_policy("inertiakv,scorer=keydiff,ratio=0.5", ratio=0.9).ratio
-    0.5
-    """
-    from inertiakv_jax.policies import by_name
-
-    has_budget = re.search(r",(ratio|tokens|kv_bytes)=", text)
     try:
-        return dataclasses.replace(by_name(text, None if has_budget else ratio), name=text)
+        return as_written(text, ratio)
     except ValueError as error:
         raise ValueError(f"--policy {text}: {error}") from error
 

@@ -96,7 +96,7 @@ def test_prompt_has_the_length_asked_for(lm, length):
 
 
 @pytest.mark.parametrize(
-    "policy, new_tokens",
+    ("policy", "new_tokens"),
     [(name, count) for name in ("full", "inertiakv") for count in (3, 16, 20)]
     + [("tova", 3), ("inertiakv,retention=per_head", 3)],
 )
@@ -167,6 +167,19 @@ def test_bench_writes_what_it_measured(inertiakv, tiny_model, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_policies_have_their_own_budgets_and_names(inertiakv, tiny_model, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: lazy4\ntokens: 11\n")
+    names = ["full", "inertiakv", "inertiakv,tokens=7", str(path)]
+    sizes = ["--prompt-tokens", 40, "--new-tokens", 3, "--repeats", 1, "--ratio", 0.5]
+    out = tmp_path / "bench.json"
+    done = inertiakv("bench", "--model", tiny_model, *sizes, "--json", out, "--policies", *names)
+    assert done.code == 0, done.err
+    rows = json.loads(out.read_text())["results"]
+    assert [row["name"] for row in rows] == names
+    assert [row["held_tokens"] for row in rows] == [44, 20, 7, 11]
+
+
 def test_peers_that_are_not_installed_are_left_out_with_a_word(inertiakv, tiny_model, monkeypatch):
     gone, find = ("torch", "kvpress"), importlib.util.find_spec
     monkeypatch.setattr(
@@ -208,6 +221,7 @@ def test_busy_machine_is_told(lm, capsys):
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--prompt-tokens", "2048"], "exceed the model's 2048 positions"),
         (["--policies"], "nothing to time"),
+        (["--policies", "tova", "tova"], "--policies must differ, got tova tova"),
         (["--mesh", "heads=2"], "unknown axis 'heads'"),
         (["--json", "no/folder/b.json"], "the folder no/folder does not exist"),
     ],

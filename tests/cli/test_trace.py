@@ -6,7 +6,6 @@ import re
 import pytest
 from diagnostics.test_file import small_trace
 
-from inertiakv_jax.commands.trace import named_policy
 from inertiakv_jax.diagnostics import to_json
 
 NAMES = ("trace.json", "kept_sets.png", "kept_over_steps.png", "boundary.png")
@@ -123,19 +122,3 @@ def test_what_cannot_be_replayed_is_refused(content, expected, inertiakv, tiny_m
     done = inertiakv("trace", "--model", tiny_model, "--replay", path)
     assert done.code == 2
     assert expected in done.err
-
-
-def test_policy_has_the_names_of_by_name(tmp_path):
-    policy = named_policy("inertiakv,scorer=keydiff,alpha=0.5", 0.75)
-    assert policy.name == "inertiakv,scorer=keydiff,alpha=0.5"
-    assert (policy.scorer, policy.alpha, policy.ratio) == ("keydiff", 0.5, 0.75)
-    policy = named_policy("tova,tokens=64,protect_recent=1", 0.75)
-    assert (policy.tokens, policy.ratio, policy.protect_recent) == (64, None, 1)
-    assert named_policy("lazy4").ratio == 0.9
-    policy = named_policy("snapkv+lazy2", 0.75)
-    assert (policy.name, policy.refresh, policy.ratio) == ("snapkv+lazy2", 2, 0.75)
-    assert policy.prefill is not None
-    path = tmp_path / "mine.yaml"
-    path.write_text("name: inertiakv\nalpha: 0.5\nratio: 0.7\n")
-    policy = named_policy(str(path))
-    assert (policy.name, policy.alpha, policy.ratio) == (str(path), 0.5, 0.7)

@@ -329,9 +329,19 @@ def test_named_aggregation():
         ("inertiakv", {"scorer": "learned"}, "scorer_weights, .*belongs to the scorer 'learned'"),
         ("learned", {}, "policy 'learned' needs scorer_weights="),
         ("snapkv", {"window": 0}, "SnapKV needs a window of at least 1 query"),
-        ("snapkv", {"pool": 4}, "pool must be an odd integer >= 1, got 4"),
+        ("snapkv", {"pool": 4}, r"pool must be an odd integer in 1 .. 1025, got 4"),
         ("snapkv", {"head_budgets": "layer", "retention": "shared"}, "needs retention 'per_head'"),
+        ("snapkv", {"pool": 10**6 + 1}, r"pool must be an odd integer in 1 .. 1025, got 1000001"),
+        ("snapkv", {"window": 2**31}, "window must be an integer in 0 .. .*got 2147483648"),
         ("kvzip", {"safeguard": 2}, r"safeguard must be in \[0, 1\], got 2"),
+        ("kvzip", {"repeat_first": 5}, "repeat_first must be a tuple of token ids, got 5"),
+        ("h2o", {"prompt_queries": 2**31}, "prompt_queries must be an .*got 2147483648"),
+        ("inertiakv", {"refresh": [1]}, r"refresh must be an integer >= 0, got \[1\]"),
+        ("inertiakv", {"aggregation": {}}, "aggregation must be one of .*got {}"),
+        ("inertiakv", {"ratio": False}, r"ratio must be a number in \[0, 1\), got False"),
+        ("inertiakv", {"decay": True}, r"decay must be a number in \[0, 1\], got True"),
+        ("lazy4", {"refresh": 2}, "policy 'lazy4' has its refresh in its name, got another one"),
+        ("learned", {"scorer_weights": [1]}, r"scorer_weights must be a path, got \[1\]"),
     ],
 )
 def test_bad_options_of_methods(name, options, message):
@@ -387,6 +397,26 @@ def test_bad_files(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         policies.from_file(path)
     assert "mine.yaml" in str(error.value)
+
+
+def test_policy_as_it_is_written(tmp_path):
+    """Its own budget comes first, wherever it stands."""
+    policy = policies.as_written("inertiakv,scorer=keydiff,alpha=0.5", 0.75)
+    assert policy.name == "inertiakv,scorer=keydiff,alpha=0.5"
+    assert (policy.scorer, policy.alpha, policy.ratio) == ("keydiff", 0.5, 0.75)
+    policy = policies.as_written("tova,tokens=64,protect_recent=1", 0.75)
+    assert (policy.tokens, policy.ratio, policy.protect_recent) == (64, None, 1)
+    assert policies.as_written("lazy4").ratio == 0.9
+    policy = policies.as_written("snapkv+lazy2", 0.75)
+    assert (policy.name, policy.refresh, policy.ratio) == ("snapkv+lazy2", 2, 0.75)
+    assert policy.prefill is not None
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: inertiakv\nalpha: 0.5\n")
+    policy = policies.as_written(str(path), 0.75)
+    assert (policy.name, policy.alpha, policy.ratio) == (str(path), 0.5, 0.75)
+    path.write_text("name: inertiakv\ntokens: 7\n")
+    policy = policies.as_written(f"{path},alpha=0.5", 0.75)
+    assert (policy.alpha, policy.tokens, policy.ratio) == (0.5, 7, None)
 
 
 def test_no_such_file():
