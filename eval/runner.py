@@ -169,7 +169,11 @@ def _examples(settings: Settings, prompting: Prompting) -> dict[Task, list[Examp
         haystack=settings.haystack,
         depths=settings.depths,
     )
-    return {task: task.examples(request) for task in tasks_named(settings.tasks)}
+    found = {task: task.examples(request) for task in tasks_named(settings.tasks)}
+    empty = [task.name for task, examples in found.items() if not examples]
+    if empty:
+        raise ValueError(f"there are no examples of {', '.join(empty)}")
+    return found
 
 
 def _forget_programs_if_many() -> None:

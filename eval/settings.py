@@ -3,15 +3,28 @@
 import dataclasses
 import importlib.resources
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from inertiakv_jax import policies
+from inertiakv_jax.checks import check_field, is_count
 from inertiakv_jax.eval.tasks.catalogue import tasks_named
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prompt_thinning import observing_of
+
+_OPTIONAL = ("revision", "data_dir", "samples", "max_prompt_tokens")
+_LISTS: Mapping[str, tuple[type, ...]] = {
+    "tasks": (str,),
+    "policies": (str, Mapping),
+    "ratios": (Real,),
+    "lengths": (Real,),
+    "depths": (Real,),
+    "paper": (Mapping,),
+}
+_SAID = {str: "a text", Mapping: "a mapping", Real: "a number"}
 
 _NOT_IDENTITY = ("name", "data_dir", "paper")
 """Fields that do not change what is measured: the examples' checksums say what the data was."""
@@ -98,18 +111,26 @@ class Settings:
             value = getattr(self, field.name)
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
-        for name in ("tasks", "policies", "ratios", "lengths", "depths", "paper"):
-            if not isinstance(getattr(self, name), tuple):
-                raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
-        for name in ("model", "name", "dtype", "haystack"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
+        for name, kinds in _LISTS.items():
+            items = getattr(self, name)
+            if not isinstance(items, tuple) or any(not _is_a(kinds, item) for item in items):
+                what = " or ".join(_SAID[kind] for kind in kinds)
+                raise ValueError(f"{name} must be a list, each of it {what}, got {items!r}")
+            if not items and name != "paper":
+                raise ValueError(f"{name} must not be empty")
+        for name in ("model", "name", "dtype", "haystack", "revision", "data_dir"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name not in _OPTIONAL):
+                raise ValueError(f"{name} must be a text, got {value!r}")
         for name in ("batch", "samples", "max_prompt_tokens"):
-            _check_positive(name, getattr(self, name), optional=name != "batch")
+            _check_positive(name, getattr(self, name), optional=name in _OPTIONAL)
         for length in self.lengths:
             _check_positive("each of lengths", length)
+        check_field(self, "seed", lambda x: is_count(x) and x < 2**32, "an integer below 2**32")
         if not isinstance(self.chat, bool):
             raise ValueError(f"chat must be true or false, got {self.chat!r}")
+        for entry in self.paper:
+            _check_published(entry)
         tasks_named(self.tasks)
         self.variants()
 
@@ -122,16 +143,15 @@ class Settings:
         for entry in self.policies:
             options = {"name": entry} if isinstance(entry, str) else dict(entry)
             name = options.pop("name", None)
-            if not isinstance(name, str):
+            if not isinstance(name, str) or not all(isinstance(key, str) for key in options):
                 raise ValueError(f"a policy must be a name, or have one, got {entry!r}")
             budgets: list[dict[str, Any]] = [{"ratio": float(ratio)} for ratio in self.ratios]
-            if name == "full" or {"ratio", "tokens", "kv_bytes"} & set(options):
+            own = {"ratio", "tokens", "kv_bytes"} & set(options)
+            if name == "full" or own or policies.has_budget(name):
                 budgets = [{}]
             for budget in budgets:
                 variant = Variant(name, options | budget)
                 found[variant.label] = variant
-        if not found:
-            raise ValueError("no policy is named")
         made = {label: variant.make() for label, variant in found.items()}
 
         def place(label: str) -> tuple[bool, str, bool]:
@@ -161,7 +181,10 @@ def read_config(name: str) -> dict[str, Any]:
             )
         text = shipped.read_text("utf-8")
     else:
-        text = path.read_text("utf-8")
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not valid UTF-8: {error}") from error
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -193,6 +216,25 @@ def _check_positive(name: str, value: Any, *, optional: bool = False) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _is_a(kinds: tuple[type, ...], value: Any) -> bool:
+    """Whether a value from YAML is of one of the kinds; true and false are no numbers."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _check_published(entry: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an entry of ``paper`` has what a report shows."""
+    wanted = {"policy": str, "benchmark": str, "score": Real}
+    optional = {"ratio": (0.0, Real), "model": ("", str), "options": ({}, Mapping)}
+    good = all(_is_a((kind,), entry.get(key)) for key, kind in wanted.items()) and all(
+        _is_a((kind,), entry.get(key, default)) for key, (default, kind) in optional.items()
+    )
+    if not good:
+        raise ValueError(
+            "each of paper must have policy, benchmark and score, and may have ratio, model and "
+            f"options, got {dict(entry)!r}"
+        )
 
 
 def _plain(value: Any) -> Any:

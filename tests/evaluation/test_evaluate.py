@@ -51,6 +51,15 @@ def test_policies_take_options_and_their_own_budgets():
     assert made.variants()[0].make().alpha == 0.9
 
 
+def test_a_budget_in_a_name_or_a_file_is_the_policys_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: lazy4\ntokens: 11\n")
+    made = Settings(model="m", tasks=("vt",), policies=["tova,tokens=7", str(path), "h2o,decay=1"])
+    found = {variant.label: variant.make() for variant in made.variants()}
+    assert set(found) == {"tova,tokens=7", str(path), "h2o,decay=1 ratio=0.9"}
+    assert (found["tova,tokens=7"].tokens, found[str(path)].tokens) == (7, 11)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -59,8 +68,26 @@ def test_policies_take_options_and_their_own_budgets():
         ({"policies": ["nope"]}, "unknown policy 'nope'"),
         ({"policies": [{"alpha": 0.5}]}, "a policy must be a name, or have one"),
         ({"policies": [{"name": "lazy4", "beta": 1}]}, "beta"),
-        ({"policies": []}, "no policy"),
+        ({"policies": []}, "policies must not be empty"),
+        ({"policies": [None]}, "policies must be a list, each of it a text or a mapping, got"),
+        ({"policies": [{"name": "lazy4", 5: 1}]}, "a policy must be a name, or have one, got"),
+        ({"policies": [{"name": "lazy4", "refresh": 2}]}, "has its refresh in its name"),
         ({"ratios": [1.5]}, "ratio must be"),
+        ({"ratios": [None]}, "ratios must be a list, each of it a number, got"),
+        ({"ratios": []}, "ratios must not be empty"),
+        ({"tasks": [["vt"]]}, "tasks must be a list, each of it a text, got"),
+        ({"depths": ["x"]}, "depths must be a list, each of it a number, got"),
+        ({"depths": []}, "depths must not be empty"),
+        ({"lengths": [True]}, "lengths must be a list, each of it a number, got"),
+        ({"seed": None}, r"seed must be an integer below 2\*\*32, got None"),
+        ({"seed": -1}, r"seed must be an integer below 2\*\*32, got -1"),
+        ({"data_dir": 5}, "data_dir must be a text, got 5"),
+        ({"paper": [5]}, "paper must be a list, each of it a mapping"),
+        ({"paper": [{"policy": "full", "benchmark": "ruler"}]}, "must have policy, benchmark and"),
+        (
+            {"paper": [{"policy": "a", "benchmark": "b", "score": 1, "options": 3}]},
+            "may have ratio, model and options, got .*'options': 3",
+        ),
         ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
         ({"samples": True}, "samples must be an integer"),
         ({"lengths": [0]}, "each of lengths must be"),
@@ -79,12 +106,13 @@ def test_bad_setting_is_named(fields, message):
         ("tasks: [vt]\ncolour: red", r"unknown colour; expected .*batch"),
         ("[1, 2]", "must hold fields"),
         ("a: [", "is no YAML"),
+        (b"\xff\xfe", "c.yaml is not valid UTF-8"),
         ("!!python/object/apply:os.system [ls]", "is no YAML"),
     ],
 )
 def test_bad_configuration_is_named(content, message, tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         read_config(str(path))
 

@@ -164,6 +164,13 @@ def test_other_data_is_refused_in_the_same_folder(lm, whole, tmp_path):
         runner.run(settings(other), lm, whole)
 
 
+def test_task_without_examples_is_loud(lm, tmp_path):
+    (write_data(tmp_path) / "longbench" / "hotpotqa.jsonl").write_text("")
+    with pytest.raises(ValueError, match="there are no examples of hotpotqa"):
+        runner.run(settings(tmp_path), lm, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_policy_that_should_evict_and_does_not_is_loud(lm, data, tmp_path, monkeypatch):
     lazy = dataclasses.replace(ikv.policies.full(), name="lazy4")
     monkeypatch.setattr(
