@@ -86,14 +86,14 @@ def decode(
     Source: arXiv 2609.03515 section 3.2, 3.3 (Lazy, Score-Free).
     """
     check_policy(policy)
-    first_token = jnp.asarray(first_token, jnp.int32)
+    first_token = _as_ids("first_token", first_token)
     limit = steps if limit is None else limit
     _check_decode(model, state, first_token, policy, steps, limit)
     check_batch(mesh, state.next_position.shape[0])
     execution = Execution(implementation, layout(mesh, model))
     state = place(state, execution.mesh)
     knobs = policy.knobs(model)
-    choice = _Choice(sampling, key, jnp.asarray(tuple(stop_tokens), jnp.int32))
+    choice = _Choice(sampling, key, _as_ids("stop_tokens", stop_tokens))
     limit = jnp.asarray(limit, jnp.int32)
     static = {"ranking": policy.ranking, "execution": execution}
     bodies = step_kinds(policy)
@@ -210,6 +210,16 @@ def _delete_moved(full: KVState, small: KVState) -> None:
     for leaf, moved in zip(before, after, strict=True):
         if leaf.shape != moved.shape and not isinstance(leaf, Tracer):
             leaf.delete()
+
+
+def _as_ids(name: str, ids: Array | np.ndarray | Sequence[int]) -> Array:
+    """Token ids as int32; ValueError for what a conversion would round, wrap or fail at."""
+    array = ids if isinstance(ids, Array) else np.asarray(ids)
+    integers = np.issubdtype(array.dtype, np.integer)
+    wraps = isinstance(array, np.ndarray) and integers and np.any(array != array.astype(np.int32))
+    if (array.size and not integers) or wraps:
+        raise ValueError(f"{name} must be integers below 2**31, got {ids!r:.80}")
+    return jnp.asarray(array, jnp.int32)
 
 
 def _check_decode(model, state, first_token, policy, steps, limit) -> None:

@@ -147,10 +147,13 @@ def stream(
     """
     policy = with_repetition(_resolve_policy(policy, ratio), lm)
     stop = _checked_stop(stop)
+    if not isinstance(answer_prefix, str):
+        raise ValueError(f"answer_prefix must be a text, got {answer_prefix!r}")
     ids = encode_prompts(lm, prompts, answer_prefix)
     lengths = np.asarray([len(row) for row in ids], np.int32)
     check_lengths(lm.model, lengths, _required(max_new_tokens))
     policy.budgets(lengths, lm.model)
+    policy.knobs(lm.model)  # refuses weights of another model
     padded = np.zeros((len(ids), int(lengths.max())), np.int32)
     for row, row_ids in zip(padded, ids, strict=True):
         row[: len(row_ids)] = row_ids

@@ -124,6 +124,7 @@ def read_prompts(
     check_batch(mesh, len(lengths))
     for policy in policies:
         policy.budgets(lengths, model)
+        policy.knobs(model)  # refuses weights of another model
         if policy.prefill is not None:
             policy.prefill.check(lengths, model)
     needed = (full_slots(model, policy, lengths, max_new_tokens) for policy in policies)

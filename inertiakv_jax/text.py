@@ -66,6 +66,7 @@ def _encode(lm: LanguageModel, prompt: Prompt, answer_prefix: str) -> list[int]:
         raise ValueError(f"token ids must be a flat list of integers, got {prompt!r:.80}")
     ids = array.tolist()
     if ids and answer_prefix:
+        _check_unicode(answer_prefix)
         ids += lm.tokenizer(answer_prefix, add_special_tokens=False)["input_ids"]
     return ids
 

@@ -359,6 +359,19 @@ def test_first_token_that_is_no_id():
         decoded(state, 0 * token + 97, policy)
 
 
+@pytest.mark.parametrize("wrong", [[1.0, 2.5, 3.0], [True, False, True], [2**33, 1, 2], [None] * 3])
+def test_ids_that_are_no_integers(wrong):
+    """A conversion would round 2.5 to 2 and make 0 of 2**33."""
+    policy = POLICIES["lazy4"]
+    state, token = prefilled(policy)
+    with pytest.raises(ValueError, match=r"first_token must be integers below 2\*\*31, got"):
+        decoded(state, wrong, policy)
+    with pytest.raises(ValueError, match=r"stop_tokens must be integers below 2\*\*31, got"):
+        decoded(state, token, policy, stop_tokens=wrong)
+    with pytest.raises(ValueError, match="first_token must be integers"):
+        decoded(state, jnp.asarray([0.5, 1.5, 2.5]), policy)
+
+
 @pytest.mark.parametrize("first_steps", [0, 1])
 def test_a_state_restored_as_numpy_arrays(first_steps):
     policy = POLICIES["lazy4"]

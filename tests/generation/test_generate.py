@@ -267,6 +267,8 @@ def test_seeds():
             {"max_new_tokens": 7},
             "a prompt of 250 tokens and 7 new ones exceed the model's 256 positions",
         ),
+        (["a"], {"answer_prefix": 5}, "answer_prefix must be a text, got 5"),
+        ([[1]], {"answer_prefix": "\ud800"}, "prompt 0: the text is not valid Unicode"),
         (["a"], {"stop": "END"}, "stop must be a list of strings, got one string; write ['END']"),
         (["a"], {"stop": [""]}, "stop must hold non-empty strings, got ['']"),
         (["a"], {"stop": [5]}, "stop must hold non-empty strings, got [5]"),
@@ -280,6 +282,16 @@ def test_seeds():
             "seed must be an integer of 64 bits, got 9223372036854775808",
         ),
         (["a"], {"sampling": ikv.Sampling(), "seed": 0.5}, "seed must be an integer of 64 bits"),
+        (
+            ["a"],
+            {"policy": policies.learned(scorer_weights="nowhere")},
+            "no scorer weights at 'nowhere'",
+        ),
+        (
+            ["a"],
+            {"policy": policies.inertiakv(layer_weights=(1.0, 2.0, 3.0, 4.0, 5.0))},
+            "layer_weights has 5 numbers, but the model has",
+        ),
         (
             ["a"],
             {"policy": policies.lazy(4, tokens=3, protect_first=4)},
