@@ -91,6 +91,8 @@ class TrainScorer:
         check_output("--output", self.output)
         if self.json is not None:
             check_output("--json", self.json)
+            if self.json.resolve() == self.output.resolve():
+                raise ValueError(f"--json and --output must differ, got {self.output} for both")
         training = _training()
         names = [field.name for field in dataclasses.fields(training.Settings)]
         settings = training.Settings(**{name: getattr(self, name) for name in names})

@@ -69,6 +69,7 @@ def test_progress_bar_on_a_terminal(inertiakv, text, tiny_folder, tmp_path, monk
         (("--text", "empty.txt"), "the text to train on is empty"),
         (("--text", "empty.txt", "--output", "no/folder"), "the folder no does not exist"),
         (("--text", "empty.txt", "--output", "."), "--output must be a file"),
+        (("--text", "empty.txt", "--output", "a", "--json", "./a"), "--json and --output must dif"),
         (("--text", "empty.txt", "--json", "no/folder"), "--json no/folder: the folder no"),
         (("--text", "empty.txt", "--context", 100), "context must be a multiple of 64"),
     ],
