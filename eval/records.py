@@ -163,7 +163,7 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            record_key(record)
+            hash(record_key(record))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is no record: {error!r}") from error
         yield record

@@ -8,6 +8,7 @@ from typing import Any
 
 from inertiakv_jax.eval import records
 from inertiakv_jax.eval.bootstrap import Interval, interval, paired_interval
+from inertiakv_jax.eval.run_check import check_run
 
 Record = dict[str, Any]
 FULL = "full"
@@ -58,11 +59,12 @@ def load_run(folder: Path) -> Run:
     """Read a run's folder.
 
     Raises:
-      ValueError: it is none, or it has no records yet.
+      ValueError: it is none, it has no records yet, or something of it is missing.
     """
     run = Run(folder, records.read_description(folder), records.read_records(folder))
     if not run.records:
         raise ValueError(f"{folder} has no records yet")
+    check_run(folder, run.description, run.records)
     return run
 
 

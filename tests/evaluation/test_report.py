@@ -176,6 +176,28 @@ def test_bad_command_is_named(arguments, message, inertiakv, tmp_path, monkeypat
     assert (done.code, message in done.err) == (2, True), done.err
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": None}, "vt@1024/0 with full: group must be a text, got None"),
+        ({"scores": {"f1": "x"}}, "vt@1024/0: scores must be numbers"),
+        ({"evicted": True}, "evicted must be a number, got True"),
+        ({"cost": {"prefill_s": 1.0}}, "cost.peak_bytes must be an object, got None"),
+        ({"example": ["a"]}, "line 1 is no record"),
+    ],
+)
+def test_edited_record_is_named(changes, message, inertiakv, tmp_path):
+    done = inertiakv("report", write_run(tmp_path, [records()[0] | changes]))
+    assert (done.code, message in done.err) == (2, True), done.err
+
+
+def test_edited_description_is_named(inertiakv, tmp_path):
+    folder = write_run(tmp_path, description=DESCRIPTION | {"device": {"count": 1}})
+    done = inertiakv("report", folder)
+    assert done.code == 2
+    assert "run.json: device.kind must be a text, got None" in done.err
+
+
 PROBE = """
 <script>
 window.addEventListener("load", () => {
