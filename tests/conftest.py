@@ -40,6 +40,7 @@ def pytest_runtest_setup(item):
     as_for_users = ("real_weights", "aot", "optimized")
     quick = not any(map(item.get_closest_marker, as_for_users))
     jax.config.update("jax_disable_most_optimizations", quick)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))  # of processes it starts
 
 
 @pytest.fixture(scope="session")

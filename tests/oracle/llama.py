@@ -81,7 +81,10 @@ def _llama3(speed, scaling):
 
 
 def rotate(x, position, speeds):
-    """Rotates pair (x[i], x[i + D / 2]) by ``position * speeds[i]``; ``x`` is [heads, D]."""
+    """Rotates pair (x[i], x[i + D / 2]) by ``position * speeds[i]``.
+
+    ``x`` is [heads, D] at one position, or [T, heads, D] at positions [T, 1, 1].
+    """
     cos = np.cos(position * speeds).astype(x.dtype)
     sin = np.sin(position * speeds).astype(x.dtype)
     first, second = np.split(x, 2, axis=-1)
@@ -144,6 +147,7 @@ def prefill(params, config, tokens):
     speeds = inverse_frequencies(config)
     group = config.num_heads // config.num_kv_heads
     length = len(tokens)
+    positions = np.arange(length)[:, None, None]
     x = params["embed"]["embedding"][np.asarray(tokens)]  # [T, H]
     later = np.triu(np.ones((length, length), bool), 1)  # [query, key]: key after query
     caches = [LayerCache() for _ in range(config.num_layers)]
@@ -153,10 +157,10 @@ def prefill(params, config, tokens):
         q = linear(h, p["attention"]["q_proj"]).reshape(length, config.num_heads, -1)
         k = linear(h, p["attention"]["k_proj"]).reshape(length, config.num_kv_heads, -1)
         v = linear(h, p["attention"]["v_proj"]).reshape(length, config.num_kv_heads, -1)
+        q, k = rotate(q, positions, speeds), rotate(k, positions, speeds)
         for position in range(length):
-            cache.insert(position, rotate(k[position], position, speeds), v[position])
+            cache.insert(position, k[position], v[position])
 
-        q = np.stack([rotate(q[position], position, speeds) for position in range(length)])
         keys = np.stack(cache.keys)  # [T, K, D]
         outputs = []
         for n in range(config.num_heads):
