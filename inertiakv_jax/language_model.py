@@ -44,8 +44,8 @@ class LanguageModel:
             messages: dicts with "role" ("system", "user" or "assistant") and "content".
 
         Raises:
-            ValueError: there are no messages, one of them is none, or the model has no chat
-                template.
+            ValueError: there are no messages, one of them is none, the model has no chat template,
+                or its template refuses them.
         """
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
@@ -58,6 +58,11 @@ class LanguageModel:
                 )
         if not self.tokenizer.chat_template:
             raise ValueError(f"{self.name} has no chat template; give it plain text instead")
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:  # its own refusal (of a system message, say), or broken
+            raise ValueError(f"the chat template of {self.name} fails: {error}") from error

@@ -149,6 +149,17 @@ def test_model_without_a_chat_template(tmp_path):
         model.chat_prompt([{"role": "user", "content": "Hi"}])
 
 
+def test_chat_template_that_fails(tmp_path):
+    model = load(write_gguf(tmp_path / "m.gguf"))
+    for template, message in (
+        ("{{ raise_exception('no system messages') }}", "fails: no system messages"),
+        ("{% for m in messages %}", "fails: Unexpected end of template"),
+    ):
+        model.tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=message):
+            model.chat_prompt([{"role": "user", "content": "Hi"}])
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
