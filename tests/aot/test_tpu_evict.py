@@ -9,26 +9,27 @@ pytestmark = pytest.mark.aot
 
 # Shared by layers and heads at a tenth of 64k and of 160k tokens; per layer; per layer and head.
 SHAPES = [[8, 6528], [32, 16384], [8, 65536], [30, 1, 6528], [4, 8, 8, 6528], [4, 8, 4, 1024]]
+# With XLA's version, whose sorts take the longest to compile.
+COMPARED = [[32, 16384], [4, 8, 4, 1024]]
 
 
 @pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 def test_kernel_is_the_default_and_moves_less(target):
-    cases = [
-        {"shape": shape, "implementation": implementation}
-        for shape in SHAPES
-        for implementation in (None, "xla")
-    ]
+    cases = [{"shape": shape, "implementation": None} for shape in SHAPES]
+    cases += [{"shape": shape, "implementation": "xla"} for shape in COMPARED]
     compilations = compile_cases(target, "tpu_programs.py:evict", cases)
     for case, compilation in zip(cases, compilations, strict=True):
         assert compilation.error is None, (case, compilation.error)
         # Utilities and positions are updated in place.
         assert compilation.memory["alias"] >= 8 * math.prod(case["shape"])
-    for case, kernel, plain in zip(cases[::2], compilations[::2], compilations[1::2], strict=True):
-        assert kernel.text.count('custom_call_target="tpu_custom_call"') == 1, case
-        assert "tpu_custom_call" not in plain.text
+    kernels, plain = compilations[: len(SHAPES)], compilations[len(SHAPES) :]
+    for shape, kernel in zip(SHAPES, kernels, strict=True):
+        assert kernel.text.count('custom_call_target="tpu_custom_call"') == 1, shape
         # 20 bytes a slot, and a little for each row. XLA makes 80 to 90 of it.
-        assert kernel.cost["bytes accessed"] < 24 * math.prod(case["shape"]), case
-        assert plain.cost["bytes accessed"] > 60 * math.prod(case["shape"]), case
+        assert kernel.cost["bytes accessed"] < 24 * math.prod(shape), shape
+    for shape, compilation in zip(COMPARED, plain, strict=True):
+        assert "tpu_custom_call" not in compilation.text
+        assert compilation.cost["bytes accessed"] > 60 * math.prod(shape), shape
 
 
 @pytest.mark.parametrize("target", TPU_TOPOLOGIES)
