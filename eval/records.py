@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from inertiakv_jax.files import make_folder
+
 RUN, RECORDS = "run.json", "records*.jsonl"
 NOT_COMPARED = "report"
 """What of run.json may differ when a run is resumed: its title, and numbers to show beside."""
@@ -22,9 +24,9 @@ def start_or_resume(folder: Path, description: Mapping[str, Any]) -> None:
     """Make the folder say what the run is; or check that it says the same already.
 
     Raises:
-      ValueError: the folder holds another run; the message names what differs.
+      ValueError: the folder cannot be made, or holds another run; the message names what differs.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / RUN
     if not path.exists():
         if any(folder.glob(RECORDS)):

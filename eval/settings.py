@@ -12,6 +12,7 @@ import yaml
 from inertiakv_jax import policies
 from inertiakv_jax.checks import check_field, is_count
 from inertiakv_jax.eval.tasks.catalogue import tasks_named
+from inertiakv_jax.files import parse_yaml
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prompt_thinning import observing_of
 
@@ -186,7 +187,7 @@ def read_config(name: str) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not valid UTF-8: {error}") from error
     try:
-        content = yaml.safe_load(text)
+        content = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is no YAML: {error}") from error
     if not isinstance(content, dict):

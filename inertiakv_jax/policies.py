@@ -9,6 +9,7 @@ import yaml
 
 from inertiakv_jax.budget import kv_bytes_per_token as kv_bytes_per_token
 from inertiakv_jax.budget import tokens_kept as tokens_kept
+from inertiakv_jax.files import parse_yaml
 from inertiakv_jax.methods import METHODS as METHODS
 from inertiakv_jax.methods import adakv_ea as adakv_ea
 from inertiakv_jax.methods import cumulative as cumulative
@@ -116,7 +117,7 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
         if not equals or key in ("", "name") or key in options:
             raise ValueError(f"policy {text!r}: expected OPTION=VALUE once each, got {pair!r}")
         try:
-            options[key] = yaml.safe_load(value)
+            options[key] = parse_yaml(value)
         except yaml.YAMLError as error:
             raise ValueError(f"policy {text!r}: {value!r} is no YAML value") from error
     return name, options
@@ -166,7 +167,7 @@ def from_file(path: str | Path, **options: Any) -> Policy:
 def _read_file(path: str | Path) -> dict[str, Any]:
     """The name and options in a .yaml file, not looked at yet; see ``from_file``."""
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        config = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"no policy at {str(path)!r}: {error}") from error
     except yaml.YAMLError as error:

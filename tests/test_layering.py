@@ -12,7 +12,7 @@ MODULES = package_modules()
 # Layer -> patterns of the modules in it (`*` is any rest). A module may import its own layer and
 # lower ones. A module that matches none fails, so that its place is chosen when it is made.
 LAYERS = {
-    0: ["checks", "config", "numerics", "rope_scaling", "typing"],
+    0: ["checks", "config", "files", "numerics", "rope_scaling", "typing"],
     1: ["pallas_kernels", "pallas_kernels.*", "state", "sampling", "sharding", "distributed"],
     2: [
         *("scoring", "aggregation", "eviction", "attention", "observation", "prefill_attention"),
@@ -28,7 +28,7 @@ LAYERS = {
     ],
     3: [
         *("shrinking", "reconstruction", "prompt_thinning"),
-        *("prompt_input", "prefilling", "decode_step", "decoding"),
+        *("prompt_input", "prefilling", "decode_input", "decode_step", "decoding"),
         *("text", "generation", "language_model"),
     ],
     4: ["models", "models.*", "weights", "weights.*", "checkpoint"],

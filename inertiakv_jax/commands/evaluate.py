@@ -17,6 +17,7 @@ from inertiakv_jax.commands.devices import (
     mesh_of,
 )
 from inertiakv_jax.commands.terminal import console
+from inertiakv_jax.files import check_folder
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.eval.runner import Progress as RunProgress
@@ -99,6 +100,7 @@ class Evaluate:
         from inertiakv_jax.weights.load import load
 
         distributed.join(self.coordinator, self.num_processes, self.process_id)
+        distributed.together(lambda: check_folder(self.out))
         mesh = mesh_of(self.mesh, settings.batch)
         log.print(f"Loading {settings.model}")
         lm = distributed.together(

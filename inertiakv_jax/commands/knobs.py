@@ -15,6 +15,7 @@ from inertiakv_jax.commands.terminal import (
     plain_table,
     write_file,
 )
+from inertiakv_jax.files import make_folder
 
 DESCRIPTION = """Measure which knob of the aggregation matters: memory over steps, or layer weights.
 
@@ -61,7 +62,7 @@ class Knobs:
             )
         inertiakv(self.ratio)  # refuses a bad ratio before anything is loaded
         paths = [self.out / name for name in ("knobs.json", "knobs.png")]
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out)
         for path in paths:
             check_output("--out", path)
         lm = load(self.model, dtype=self.dtype)

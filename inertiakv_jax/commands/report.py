@@ -35,8 +35,6 @@ class Report:
         if not self.runs:
             raise ValueError("name at least one folder that `inertiakv eval` wrote")
         out = self.out or self.runs[0] / "report.html"
-        if self.out is not None:
-            check_output("--out", out)
         tables = out.with_suffix(".md")
         if tables == out:
             raise ValueError(f"--out is the page and ends in .html, got {out}")
@@ -45,6 +43,8 @@ class Report:
         from inertiakv_jax.eval.results import load_run
 
         runs = [load_run(folder) for folder in self.runs]
+        for path in (out, tables):
+            check_output("--out", path)
         write_file(out, page(runs).encode())
         write_file(tables, markdown(runs).encode())
         console().print(f"Wrote {out} and {tables}")

@@ -49,7 +49,8 @@ def check_output(option: str, path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{option} must be a file, got the folder {path}")
     if not folder.is_dir():
-        raise ValueError(f"{option} {path}: the folder {folder} does not exist")
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"{option} {path}: the folder {folder} {what}")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path}: the folder {folder} is not writable")
 

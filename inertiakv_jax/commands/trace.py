@@ -20,6 +20,7 @@ from inertiakv_jax.commands.terminal import (
     plain_table,
     write_file,
 )
+from inertiakv_jax.files import make_folder
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax import diagnostics
@@ -114,7 +115,7 @@ class Trace:
         )
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ValueError(f"--prompt-tokens must be at least 1, got {self.prompt_tokens}")
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out)
         for name in (TRACE, KEPT_SETS, KEPT_OVER_STEPS, BOUNDARY):
             check_output("--out", self.out / name)
         log, lm = console(), self._load()

@@ -20,6 +20,7 @@ from inertiakv_jax.commands.terminal import (
     plain_table,
     write_file,
 )
+from inertiakv_jax.files import check_folder
 
 if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.training.scorer import Trained
@@ -93,6 +94,8 @@ class TrainScorer:
             check_output("--json", self.json)
             if self.json.resolve() == self.output.resolve():
                 raise ValueError(f"--json and --output must differ, got {self.output} for both")
+        checkpoints = self.checkpoints or self.output.with_name(self.output.name + ".checkpoints")
+        check_folder(checkpoints)
         training = _training()
         names = [field.name for field in dataclasses.fields(training.Settings)]
         settings = training.Settings(**{name: getattr(self, name) for name in names})
@@ -103,7 +106,6 @@ class TrainScorer:
         from inertiakv_jax.weights.load import load
 
         lm = load(self.model, dtype=self.dtype)
-        checkpoints = self.checkpoints or self.output.with_name(self.output.name + ".checkpoints")
         with _progress(log, self.steps) as on_step:
             trained = training.train(
                 lm,

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-import yaml
-
 from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.files import parse_yaml
 from inertiakv_jax.weights.hf_config import config_from_hf
 
 
@@ -81,7 +80,7 @@ def _names() -> tuple[str, ...]:
 @functools.cache
 def _read(name: str) -> CatalogueEntry:
     file = resources.files("inertiakv_jax.configs").joinpath("models", f"{name}.yaml")
-    fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    fields = parse_yaml(file.read_text(encoding="utf-8"))
     wheel = fields.get("wheel")
     return CatalogueEntry(
         title=fields["title"],

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from inertiakv_jax.config import ModelConfig
+from inertiakv_jax.files import check_folder, make_folder
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.models.hf_names import Tensor, expected_tensors
 from inertiakv_jax.rope_scaling import RopeScaling
@@ -51,9 +52,10 @@ def save_safetensors(
 
 
 def check_new_folder(target: Path) -> None:
-    """Raise ValueError unless there is nothing at ``target``, or an empty folder."""
+    """Raise ValueError unless nothing is at ``target``, or an empty folder, and one can be made."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
+    check_folder(target.parent)
 
 
 @contextlib.contextmanager
@@ -61,10 +63,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` that takes its place once it is complete.
 
     Raises:
-        ValueError: there is something at ``target`` already.
+        ValueError: there is something at ``target`` already, or it cannot be made.
     """
     check_new_folder(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield made

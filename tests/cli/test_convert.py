@@ -58,6 +58,13 @@ def test_a_folder_with_files_is_left_alone(inertiakv, tmp_path):
     assert "exists and is not an empty folder" in outcome.err
 
 
+def test_a_target_in_a_file_is_named(inertiakv, tmp_path):
+    (tmp_path / "file").touch()
+    outcome = inertiakv("convert", "no-such-model", tmp_path / "file" / "out")
+    assert outcome.code == 2
+    assert f"the folder {tmp_path}/file cannot be made: it is a file" in outcome.err
+
+
 def test_without_orbax(inertiakv, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     outcome = inertiakv("convert", tiny_model, tmp_path / "out")

@@ -99,6 +99,13 @@ def test_bad_input_is_refused(trace, tmp_path, arguments, expected):
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_out_in_a_file_is_named(inertiakv, tmp_path):
+    (tmp_path / "file").touch()
+    done = inertiakv("trace", "--model", "no-such-model", "--out", tmp_path / "file" / "out")
+    assert done.code == 2
+    assert f"{tmp_path}/file/out cannot be made: {tmp_path}/file is a file" in done.err
+
+
 @pytest.mark.parametrize("option", ["--prompt-file", "--continuation-file"])
 def test_text_is_not_empty(option, inertiakv, tiny_model, tmp_path):
     empty = tmp_path / "empty.txt"

@@ -388,6 +388,7 @@ def test_files(tmp_path):
         ("name: [1\n", "mine.yaml"),
         ("name: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("name: inertiakv\n1: 2\n", "mine.yaml"),
+        ("name: tova\nratio: 0.5\nratio: 0.9\n", "the key 'ratio' is there twice"),
         ("name: other.yaml\n", "must be a method's, got 'other.yaml'"),
     ],
 )
@@ -422,3 +423,10 @@ def test_policy_as_it_is_written(tmp_path):
 def test_no_such_file():
     with pytest.raises(ValueError, match=r"no policy at 'nowhere.yaml'"):
         policies.by_name("nowhere.yaml")
+
+
+def test_a_merge_may_change_a_key(tmp_path):
+    """YAML's own way to override: this is no key twice."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("<<: {name: tova, ratio: 0.5}\nratio: 0.75\n")
+    assert policies.from_file(path) == policies.tova(0.75)

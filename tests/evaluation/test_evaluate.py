@@ -106,6 +106,8 @@ def test_bad_setting_is_named(fields, message):
         ("tasks: [vt]\ncolour: red", r"unknown colour; expected .*batch"),
         ("[1, 2]", "must hold fields"),
         ("a: [", "is no YAML"),
+        ("batch: 1\ntasks: [vt]\nbatch: 2", "c.yaml is no YAML: the key 'batch' is there twice"),
+        ("policies: [{name: tova, tokens: 1, tokens: 2}]", "the key 'tokens' is there twice"),
         (b"\xff\xfe", "c.yaml is not valid UTF-8"),
         ("!!python/object/apply:os.system [ls]", "is no YAML"),
     ],
@@ -143,6 +145,24 @@ def test_bad_command_is_named_before_anything_is_written(arguments, message, ine
     done = inertiakv("eval", "--out", tmp_path / "run", *arguments)
     assert (done.code, message in done.err) == (2, True), done.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("file", "the folder file cannot be made: it is a file"),
+        ("file/run", "the folder file/run cannot be made: file is a file"),
+        ("locked/run", "the folder locked/run cannot be written to: locked is not writable"),
+    ],
+)
+def test_folder_that_cannot_be_made_is_named(out, message, inertiakv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir()
+    may = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda at, how: "locked" not in str(at) and may(at, how))
+    done = inertiakv("eval", "--out", out, "--tasks", "vt", "--model", "no/such/place")
+    assert (done.code, done.err) == (2, f"error: {message}\n")
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,8 @@ def test_command_writes_page_and_tables(inertiakv, tmp_path):
     [
         (["nothing"], "is no run: it has no run.json"),
         (["run", "--out", "nowhere/x.html"], "the folder nowhere does not exist"),
+        (["run", "--out", "run/run.json/x.html"], "the folder run/run.json is a file"),
+        (["taken"], "--out must be a file, got the folder taken/report.html"),
         (["run", "--out", "x.md"], "ends in .html"),
         (["empty"], "has no records yet"),
         (["twice"], "has vt@1024/0 with full twice"),
@@ -170,6 +172,7 @@ def test_bad_command_is_named(arguments, message, inertiakv, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     write_run(tmp_path / "twice", [records()[0], records()[0] | {"prediction": "another"}])
+    (write_run(tmp_path / "taken") / "report.html").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text(json.dumps(DESCRIPTION))
     done = inertiakv("report", *arguments)

@@ -71,6 +71,8 @@ def test_progress_bar_on_a_terminal(inertiakv, text, tiny_folder, tmp_path, monk
         (("--text", "empty.txt", "--output", "."), "--output must be a file"),
         (("--text", "empty.txt", "--output", "a", "--json", "./a"), "--json and --output must dif"),
         (("--text", "empty.txt", "--json", "no/folder"), "--json no/folder: the folder no"),
+        (("--text", "empty.txt", "--output", "empty.txt/a"), "the folder empty.txt is a file"),
+        (("--text", "empty.txt", "--checkpoints", "empty.txt"), "cannot be made: it is a file"),
         (("--text", "empty.txt", "--context", 100), "context must be a multiple of 64"),
     ],
 )
