@@ -19,7 +19,8 @@ from inertiakv_jax.attention import (
     empty_increment,
 )
 from inertiakv_jax.budget import tokens_kept_of_seen
-from inertiakv_jax.policy import Knobs, Policy, check_policy
+from inertiakv_jax.decode_input import checked_token
+from inertiakv_jax.policy import Knobs, Policy
 from inertiakv_jax.sharding import layout
 from inertiakv_jax.shrinking import drop, shrink
 from inertiakv_jax.state import KVState
@@ -59,9 +60,12 @@ def step(
       The new state, and logits [B, V] float32 for the token after. A finished row's state comes
       back bit for bit.
 
+    Raises:
+      ValueError: an argument of another kind or shape, or a state of another policy's.
+
     Source: arXiv 2609.03515 sections 3.1, 3.2, appendix E.
     """
-    check_policy(policy)
+    token = jnp.asarray(checked_token(model, state, policy, "token", token), jnp.int32)
     execution = Execution(implementation, layout(mesh, model))
     knobs = policy.knobs(model)
     take = functools.partial(

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh
 
 from inertiakv_jax.attention import Execution
+from inertiakv_jax.decode_input import check_steps, checked_ids, checked_token
 from inertiakv_jax.decode_step import (
     attend_to_prompt,
     evict_to_budget,
@@ -19,11 +19,10 @@ from inertiakv_jax.decode_step import (
     run_due_body,
     step_kinds,
 )
-from inertiakv_jax.distributed import fetch
-from inertiakv_jax.policy import Policy, check_policy
-from inertiakv_jax.sampling import Sampling, sample
+from inertiakv_jax.policy import Policy
+from inertiakv_jax.sampling import Sampling, check_sampling, sample
 from inertiakv_jax.sharding import check_batch, layout, on_mesh, place
-from inertiakv_jax.state import KVState, ranking_shape
+from inertiakv_jax.state import KVState
 from inertiakv_jax.typing import Model, Params
 
 NO_TOKEN = -1
@@ -80,20 +79,23 @@ def decode(
         then ``NO_TOKEN``. Columns from ``limit`` on are ``NO_TOKEN`` too.
 
     Raises:
-      ValueError: ``steps`` below 1, a wrong ``first_token``, a consumed ``state``, a cache
-        without room for the steps (nothing is evicted), or positions beyond the model's.
+      ValueError: an argument of another kind, ``steps`` below 1, a wrong ``first_token``, a
+        consumed ``state`` or one of another policy's, a cache without room for the steps (nothing
+        is evicted), or positions beyond the model's.
 
     Source: arXiv 2609.03515 section 3.2, 3.3 (Lazy, Score-Free).
     """
-    check_policy(policy)
-    first_token = _as_ids("first_token", first_token)
+    token = checked_token(model, state, policy, "first_token", first_token)
     limit = steps if limit is None else limit
-    _check_decode(model, state, first_token, policy, steps, limit)
+    check_steps(model, state, token, policy, steps, limit)
     check_batch(mesh, state.next_position.shape[0])
+    check_sampling(sampling)
+    ends = checked_ids("stop_tokens", stop_tokens)
     execution = Execution(implementation, layout(mesh, model))
     state = place(state, execution.mesh)
     knobs = policy.knobs(model)
-    choice = _Choice(sampling, key, _as_ids("stop_tokens", stop_tokens))
+    choice = _Choice(sampling, key, jnp.asarray(ends, jnp.int32))
+    first_token = jnp.asarray(token, jnp.int32)
     limit = jnp.asarray(limit, jnp.int32)
     static = {"ranking": policy.ranking, "execution": execution}
     bodies = step_kinds(policy)
@@ -210,70 +212,3 @@ def _delete_moved(full: KVState, small: KVState) -> None:
     for leaf, moved in zip(before, after, strict=True):
         if leaf.shape != moved.shape and not isinstance(leaf, Tracer):
             leaf.delete()
-
-
-def _as_ids(name: str, ids: Array | np.ndarray | Sequence[int]) -> Array:
-    """Token ids as int32; ValueError for what a conversion would round, wrap or fail at."""
-    array = ids if isinstance(ids, Array) else np.asarray(ids)
-    integers = np.issubdtype(array.dtype, np.integer)
-    wraps = isinstance(array, np.ndarray) and integers and np.any(array != array.astype(np.int32))
-    if (array.size and not integers) or wraps:
-        raise ValueError(f"{name} must be integers below 2**31, got {ids!r:.80}")
-    return jnp.asarray(array, jnp.int32)
-
-
-def _check_decode(model, state, first_token, policy, steps, limit) -> None:
-    batch = state.next_position.shape[0]
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
-        raise ValueError(f"steps must be an integer, got {steps!r}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    if first_token.shape != (batch,):
-        raise ValueError(f"first_token must have shape ({batch},), got {first_token.shape}")
-    lead = ranking_shape(model, batch, policy.retention)
-    if state.valid.shape[:-1] != lead:
-        raise ValueError(
-            f"policy {policy.name!r} has {policy.retention} rankings {lead}, but the state was "
-            f"prefilled for others, {state.valid.shape[:-1]}"
-        )
-    if state.kept_slots is not None and not policy.evicts:
-        raise ValueError(
-            f"policy {policy.name!r} evicts nothing, but the state was prefilled for one that does"
-        )
-    if any(isinstance(x, Tracer) for x in (state.next_position, limit, first_token)):
-        return
-    if any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            "the state was consumed by an earlier decode: go on with the one that it returned, or "
-            "give it donate=False"
-        )
-    finished, tokens, positions = map(fetch, (state.finished, first_token, state.next_position))
-    if np.any(~finished & ((tokens < 0) | (tokens >= model.vocab_size))):
-        raise ValueError(
-            f"first_token must be an id of every unfinished row, 0 .. {model.vocab_size - 1}, got "
-            f"{tokens}; after a decode with limit= that is tokens[:, limit - 1]"
-        )
-    limit = int(limit)
-    fewest = 0 if state.kept_slots is None else 1
-    if not fewest <= limit <= steps:
-        raise ValueError(f"limit must be in {fewest} .. steps={steps}, got {limit}")
-    seen = int(np.max(np.where(finished, 0, positions)))
-    if seen + limit > model.max_positions:
-        raise ValueError(
-            f"{seen} tokens and {limit} steps exceed the {model.max_positions} positions of the "
-            "model"
-        )
-    slots = state.num_slots if state.kept_slots is None else state.kept_slots
-    if policy.evicts and policy.ratio_of == "seen":
-        needed = int(policy.budgets([seen + limit], model)[0]) + 1
-        if needed > slots:
-            raise ValueError(
-                f"after {limit} steps the budget needs {needed} slots, but the cache has {slots}; "
-                "give prefill a larger max_new_tokens"
-            )
-        return
-    # A budget beyond the slots never makes room: the cache was sized for the tokens to come.
-    growing = fetch(state.budget) >= slots
-    held = int(np.max(np.where(growing, fetch(state.num_held), 0)))
-    if held and held + limit > slots:
-        raise ValueError(f"{held} tokens and {limit} steps exceed the {slots} slots of the cache")

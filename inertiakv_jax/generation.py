@@ -19,7 +19,8 @@ from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.policies import Policy
 from inertiakv_jax.prefilling import prefill
 from inertiakv_jax.prompt_input import check_lengths, filled_up
-from inertiakv_jax.sampling import Sampling, sample
+from inertiakv_jax.sampling import Sampling, check_sampling, sample
+from inertiakv_jax.sharding import check_mesh
 from inertiakv_jax.state import KVState
 from inertiakv_jax.text import Prompt, RowText, encode_prompts, with_repetition
 
@@ -146,6 +147,11 @@ def stream(
       FloatingPointError: the logits of a row held NaN or infinity (from the generator).
     """
     policy = with_repetition(_resolve_policy(policy, ratio), lm)
+    check_mesh(lm.mesh)
+    check_sampling(sampling)
+    check_implementation(implementation)
+    if sampling is not None:
+        _check_seed(seed)
     stop = _checked_stop(stop)
     if not isinstance(answer_prefix, str):
         raise ValueError(f"answer_prefix must be a text, got {answer_prefix!r}")
@@ -160,10 +166,10 @@ def stream(
     run = _Run(
         lm=lm,
         policy=policy,
-        sampling=_checked_sampling(sampling),
-        key=None if sampling is None else jax.random.key(_checked_seed(seed)),
+        sampling=sampling,
+        key=None if sampling is None else jax.random.key(seed),
         stop_tokens=tuple(lm.eos_token_ids) if stop_at_eos else (),
-        implementation=check_implementation(implementation),
+        implementation=implementation,
         rows=[RowText(lm.tokenizer, stop) for _ in ids],
     )
     return run.stream(padded, lengths, max_new_tokens)
@@ -306,16 +312,9 @@ def _required(max_new_tokens: int) -> int:
     return max_new_tokens
 
 
-def _checked_sampling(sampling: Sampling | None) -> Sampling | None:
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a Sampling or None (greedy), got {sampling!r}")
-    return sampling
-
-
-def _checked_seed(seed: int) -> int:
+def _check_seed(seed: int) -> None:
     if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
-    return seed
 
 
 def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:

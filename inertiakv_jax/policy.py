@@ -217,6 +217,7 @@ class Policy:
             num_eligible(model),
             shared=self.retention == SHARED,
         )
+        learned = None if self.scorer_weights is None else load_learned(self.scorer_weights, model)
         growth = fraction_of_seen(self.ratio or 0) if self.ratio_of == "seen" else Fraction(0)
         return Knobs(
             decay=jnp.float32(decay),
@@ -227,9 +228,7 @@ class Policy:
             recent_fraction=jnp.float32(self.recent_fraction),
             seed=jnp.uint32(self.seed),
             ratio_of_seen=jnp.asarray(growth.as_integer_ratio(), jnp.int32),
-            learned=(
-                None if self.scorer_weights is None else load_learned(self.scorer_weights, model)
-            ),
+            learned=learned,
         )
 
 

@@ -19,7 +19,7 @@ from inertiakv_jax.prompt_input import checked_prompts, checked_rows, is_prompt
 from inertiakv_jax.prompt_thinning import observing_of, rank, thin_out_prompt
 from inertiakv_jax.sharding import CONTEXT, TOKENS, check_batch, layout, place
 from inertiakv_jax.state import KVState
-from inertiakv_jax.typing import Model, Params
+from inertiakv_jax.typing import Model, Params, check_model
 
 CHUNK = 256
 """Prompt tokens per forward; a shorter prompt takes smaller chunks. No effect on results."""
@@ -62,9 +62,9 @@ def prefill(
       logits: [B, V] float32, of each row's last token.
 
     Raises:
-      ValueError: an empty batch or prompt, a length outside 1 .. T, an id outside 0 .. V - 1, a
-        prompt beyond the model's positions, ``max_new_tokens`` missing or below 1, or a budget the
-        policy refuses. All before anything is compiled.
+      ValueError: an argument of another kind, an empty batch or prompt, a length outside 1 .. T,
+        an id outside 0 .. V - 1, a prompt beyond the model's positions, ``max_new_tokens`` missing
+        or below 1, or a budget the policy refuses. All before anything is compiled.
 
     Source: arXiv 2609.03515 section 3.1; chunking is ours.
     """
@@ -118,16 +118,18 @@ def read_prompts(
     """
     for policy in policies:
         check_policy(policy)
+    check_model(model)
     mesh = layout(mesh, model)
     (observing,) = {observing_of(policy) for policy in policies}
     tokens, lengths = checked_prompts(model, tokens, lengths, max_new_tokens)
     check_batch(mesh, len(lengths))
     for policy in policies:
         policy.budgets(lengths, model)
-        policy.knobs(model)  # refuses weights of another model
         if policy.prefill is not None:
             policy.prefill.check(lengths, model)
-    needed = (full_slots(model, policy, lengths, max_new_tokens) for policy in policies)
+    needed = [full_slots(model, policy, lengths, max_new_tokens) for policy in policies]
+    for policy in policies:  # after what compiles nothing
+        policy.knobs(model)  # refuses weights of another model
     parts = 1 if mesh is None else mesh.shape[CONTEXT]
     slots, chunk = in_chunks(max(least_slots, *needed), parts)
     padded = np.zeros((len(lengths), slots), np.int32)

@@ -1,6 +1,7 @@
 """Choosing the next token from logits."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 from jax import Array
 
 _NUMBER = int | float | np.number
+_NO_NUMBER = str | bytes | bool | complex | list | tuple | dict | None
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +28,7 @@ class Sampling:
       min_p: in [0, 1], keep tokens at least this fraction as likely as the most likely one.
 
     Raises:
-      ValueError: a value out of its range, by name.
+      ValueError: no number, or one out of its range, by name.
     """
 
     temperature: float | Array = 1.0
@@ -39,7 +41,10 @@ class Sampling:
             if not good:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
-        # Inside jit the fields are tracers, checked when they were numbers.
+        # Inside jit the fields are tracers, checked when they were numbers, and jax makes trees of
+        # placeholders of its own: only what users write is refused.
+        for field in dataclasses.fields(self):
+            check(field.name, not isinstance(getattr(self, field.name), _NO_NUMBER), "a number")
         if isinstance(self.temperature, _NUMBER):
             check("temperature", 0.0 < self.temperature < float("inf"), "above 0 and finite")
         if isinstance(self.top_k, _NUMBER):
@@ -50,6 +55,12 @@ class Sampling:
             check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
         if isinstance(self.min_p, _NUMBER):
             check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raise ValueError unless it is a ``Sampling`` or None."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling or None (greedy), got {sampling!r}")
 
 
 def sample(logits: Array, sampling: Sampling | None, key: Array | None, step: Array) -> Array:

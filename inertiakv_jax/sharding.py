@@ -67,8 +67,10 @@ def parse_mesh_sizes(text: str) -> dict[str, int]:
     """The size of each of ``MESH_AXES`` in a text like "data=4,model=2"; 1 where it is not named.
 
     Raises:
-      ValueError: not of this form, or an axis that is unknown or named twice.
+      ValueError: no text, not of this form, or an axis that is unknown or named twice.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"mesh must be a text like data=4,model=2, got {text!r}")
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
@@ -80,7 +82,9 @@ def parse_mesh_sizes(text: str) -> dict[str, int]:
         if axis in sizes:
             raise ValueError(f"mesh {text!r}: {axis} is named twice")
         if not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: {axis} must be an integer of at least 1, got {size!r}")
+            raise ValueError(
+                f"mesh {text!r}: {axis} must be an integer of at least 1, got {size!r}"
+            )
         sizes[axis] = int(size)
     return dict.fromkeys(MESH_AXES, 1) | sizes
 
@@ -121,8 +125,9 @@ def layout(mesh: Mesh | AbstractMesh | None, model: Model) -> Any:
     None and what is a layout already come back.
 
     Raises:
-      ValueError: the mesh has another axis than a caller's.
+      ValueError: it is no mesh, or has another axis than a caller's.
     """
+    check_mesh(mesh)
     if mesh is None or HEADS in mesh.axis_names:
         return mesh
     sizes = mesh_sizes(mesh)
@@ -188,8 +193,16 @@ def repeats(mesh: Mesh, model: Model) -> str | None:
     )
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise ValueError unless it is a mesh or None."""
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        hint = f"; write make_mesh({mesh!r})" if isinstance(mesh, str) else ""
+        raise ValueError(f"mesh must be a Mesh or None, got {mesh!r}{hint}")
+
+
 def check_batch(mesh: Mesh | None, batch: int) -> None:
     """Raise ValueError unless axis ``data`` divides the rows."""
+    check_mesh(mesh)
     rows = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if batch % rows:
         raise ValueError(

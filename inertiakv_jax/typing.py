@@ -110,6 +110,17 @@ class Model(Protocol):
         ...
 
 
+def check_model(model: Any) -> None:
+    """Raise ValueError unless ``model`` has what ``Model`` asks for."""
+    lacking = [name for name in vars(Model) if name[0] != "_" and not hasattr(model, name)]
+    if lacking or isinstance(model, type):
+        hint = "; of what load returns that is its .model" if hasattr(model, "model") else ""
+        raise ValueError(
+            f"model must be an object with all of inertiakv_jax.typing.Model, got {model!r:.80}, "
+            f"which lacks {', '.join(lacking) or 'being an instance'}{hint}"
+        )
+
+
 @runtime_checkable
 class RotaryModel(Model, Protocol):
     """A model that tells how it rotates, for methods that undo it (Expected Attention)."""

@@ -16,7 +16,7 @@ from inertiakv_jax.config import ModelConfig
 from inertiakv_jax.language_model import LanguageModel
 from inertiakv_jax.models.decoder import DecoderModel
 from inertiakv_jax.models.partitioning import param_shardings
-from inertiakv_jax.sharding import repeats
+from inertiakv_jax.sharding import check_mesh, repeats
 from inertiakv_jax.typing import Params
 from inertiakv_jax.weights import hub
 from inertiakv_jax.weights.catalogue import CATALOGUE, CatalogueEntry
@@ -69,6 +69,9 @@ def load(
             incomplete or corrupt; the message names the field, file or tensor.
         ConnectionError: the weights are not cached and cannot be downloaded.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ValueError(f"name_or_path must be a name or a path, got {name_or_path!r}")
+    check_mesh(mesh)
     checked_dtype(dtype)
     checked_quantization(quantize)
     how = _How(dtype, quantize, mesh)

@@ -18,6 +18,7 @@ from core.tiny_model import (
     assert_identical,
     decoded,
     held_positions,
+    padded,
     params,
     prefilled,
     prompts,
@@ -25,7 +26,7 @@ from core.tiny_model import (
     utilities,
 )
 
-from inertiakv_jax import Sampling, decode, policies
+from inertiakv_jax import Sampling, decode, policies, prefill, step
 from inertiakv_jax.models.decoder import DecoderModel
 
 EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -388,8 +389,52 @@ def test_a_state_restored_as_numpy_arrays(first_steps):
 
 def test_policy_of_another_prefill():
     state, token = prefilled(POLICIES["lazy4"])
-    with pytest.raises(ValueError, match="'full' evicts nothing, but the state was prefilled for"):
-        decoded(state, token, POLICIES["full"])
+    for take in (decoded, stepped):
+        with pytest.raises(ValueError, match="'full' evicts nothing, but the state was prefilled"):
+            take(state, token, POLICIES["full"])
+        with pytest.raises(ValueError, match=r"'tova' has per_layer rankings \(3, 3\), but the"):
+            take(state, token, policies.tova(0.9))
+
+
+def test_step_refuses_tokens_that_are_not_one_a_row():
+    policy = POLICIES["lazy4"]
+    state, token = prefilled(policy)
+    for wrong in (token[:2], token[:, None], token[0]):
+        with pytest.raises(ValueError, match=r"token must have shape \(3,\), got"):
+            stepped(state, wrong, policy)
+    with pytest.raises(ValueError, match=r"token must be integers below 2\*\*31, got"):
+        stepped(state, token.astype(jnp.float32), policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": "data=1"}, "mesh must be a Mesh or None, got 'data=1'; write make_mesh('data=1'"),
+        ({"model": "llama"}, "all of inertiakv_jax.typing.Model, got 'llama', which lacks num_la"),
+        ({"model": CONFIG}, "which lacks max_positions, dtype, hidden, logits"),
+        ({"model": DecoderModel}, "which lacks being an instance"),
+    ],
+)
+def test_arguments_of_another_kind(options, message):
+    policy = POLICIES["lazy4"]
+    state, token = prefilled(policy)
+    model, mesh = options.get("model", MODEL), options.get("mesh")
+    calls = (
+        lambda: prefill(model, params(), *padded(prompts()), policy, mesh=mesh),
+        lambda: decode(model, params(), state, token, steps=1, policy=policy, mesh=mesh),
+        lambda: step(model, params(), state, token, policy, mesh=mesh),
+    )
+    with compiled_programs() as names:
+        for call in calls:
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call()
+    assert names == []
+
+
+def test_sampling_that_is_none():
+    state, token = prefilled(POLICIES["lazy4"])
+    with pytest.raises(ValueError, match=r"sampling must be a Sampling or None .*, got 0\.7"):
+        decoded(state, token, POLICIES["lazy4"], sampling=0.7)
 
 
 def test_a_full_cache_never_overflows_unseen():

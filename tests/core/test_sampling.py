@@ -155,6 +155,10 @@ def test_sampling_needs_a_key():
         ({"top_p": math.nan}, "top_p must be in (0, 1], got nan"),
         ({"min_p": -0.1}, "min_p must be in [0, 1], got -0.1"),
         ({"min_p": 1.1}, "min_p must be in [0, 1], got 1.1"),
+        ({"temperature": "0.7"}, "temperature must be a number, got '0.7'"),
+        ({"top_k": None}, "top_k must be a number, got None"),
+        ({"top_p": [0.9]}, "top_p must be a number, got [0.9]"),
+        ({"min_p": True}, "min_p must be a number, got True"),
     ],
 )
 def test_bad_values(options, message):

@@ -310,6 +310,12 @@ def test_bad_arguments(prompts, options, message):
     assert names == []
 
 
+def test_mesh_that_is_a_text():
+    lm = dataclasses.replace(LM, mesh="data=1")
+    with pytest.raises(ValueError, match=r"got 'data=1'; write make_mesh\('data=1'\)"):
+        generate(["a"], lm=lm)
+
+
 @pytest.mark.parametrize("policy", ["full", "lazy4"])
 def test_nan_weights(policy):
     lm = dataclasses.replace(LM, params=LM.params | {"sharpness": jnp.float32(np.nan)})

@@ -10,6 +10,7 @@ import pytest
 from weights.tiny_files import LLAMA, hf_tensors, safetensors_bytes, write_folder
 
 from inertiakv_jax.models.decoder import DecoderModel
+from inertiakv_jax.sharding import make_mesh
 from inertiakv_jax.weights.hf_config import config_from_hf
 from inertiakv_jax.weights.load import load
 from inertiakv_jax.weights.params import aligned_empty, load_params
@@ -92,6 +93,25 @@ def test_tied_checkpoint_with_a_second_copy_of_its_embedding_and_rotary_buffers(
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     tensors["model.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     assert "lm_head" not in load(write_folder(tmp_path, LLAMA, tensors)).params
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name_or_path": 5}, "name_or_path must be a name or a path, got 5"),
+        ({"name_or_path": None}, "name_or_path must be a name or a path, got None"),
+        ({"mesh": "data=1"}, r"mesh must be a Mesh or None, got 'data=1'; write make_mesh\("),
+    ],
+)
+def test_arguments_of_another_kind(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load(**({"name_or_path": "smollm2-135m"} | arguments))
+
+
+@pytest.mark.parametrize("text", [None, 2, {"data": 1}])
+def test_mesh_that_is_no_text(text):
+    with pytest.raises(ValueError, match=r"mesh must be a text like data=4,model=2, got "):
+        make_mesh(text)
 
 
 def test_missing_tensors_are_named(tmp_path):
