@@ -1,11 +1,13 @@
 """The command line ``inertiakv``: one subcommand, one module of ``commands``."""
 
 import contextlib
+import functools
 import io
+import operator
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.text import Text
@@ -23,9 +25,12 @@ from inertiakv_jax.commands import (
     trace,
     train_scorer,
 )
+from inertiakv_jax.commands.options import REGISTRY
 from inertiakv_jax.commands.terminal import console
 
 DESCRIPTION = """Decode long prompts with a KV cache that keeps what attention keeps.
+
+inertiakv COMMAND --help explains a command, with examples.
 
 Example:
   inertiakv demo
@@ -43,22 +48,20 @@ _EXIT_CODES = {
     MemoryError: FAILURE,
 }
 
-Command = (
-    Annotated[generate.Generate, tyro.conf.subcommand("generate", description=generate.DESCRIPTION)]
-    | Annotated[demo.Demo, tyro.conf.subcommand("demo", description=demo.DESCRIPTION)]
-    | Annotated[bench.Bench, tyro.conf.subcommand("bench", description=bench.DESCRIPTION)]
-    | Annotated[evaluate.Evaluate, tyro.conf.subcommand("eval", description=evaluate.DESCRIPTION)]
-    | Annotated[knobs.Knobs, tyro.conf.subcommand("knobs", description=knobs.DESCRIPTION)]
-    | Annotated[models.Models, tyro.conf.subcommand("models", description=models.DESCRIPTION)]
-    | Annotated[convert.Convert, tyro.conf.subcommand("convert", description=convert.DESCRIPTION)]
-    | Annotated[plan.Plan, tyro.conf.subcommand("plan", description=plan.DESCRIPTION)]
-    | Annotated[report.Report, tyro.conf.subcommand("report", description=report.DESCRIPTION)]
-    | Annotated[trace.Trace, tyro.conf.subcommand("trace", description=trace.DESCRIPTION)]
-    | Annotated[
-        train_scorer.TrainScorer,
-        tyro.conf.subcommand("train-scorer", description=train_scorer.DESCRIPTION),
-    ]
-)
+COMMANDS = {
+    "generate": (generate.Generate, generate.DESCRIPTION),
+    "eval": (evaluate.Evaluate, evaluate.DESCRIPTION),
+    "report": (report.Report, report.DESCRIPTION),
+    "bench": (bench.Bench, bench.DESCRIPTION),
+    "trace": (trace.Trace, trace.DESCRIPTION),
+    "knobs": (knobs.Knobs, knobs.DESCRIPTION),
+    "train-scorer": (train_scorer.TrainScorer, train_scorer.DESCRIPTION),
+    "plan": (plan.Plan, plan.DESCRIPTION),
+    "models": (models.Models, models.DESCRIPTION),
+    "convert": (convert.Convert, convert.DESCRIPTION),
+    "demo": (demo.Demo, demo.DESCRIPTION),
+}
+"""Name -> options, and the text of its help, whose first line stands in the list of commands."""
 
 STYLE = (
     tyro.conf.FlagCreatePairsOff,  # --raw, and no --no-raw
@@ -92,13 +95,7 @@ def run(arguments: Sequence[str], *, keep_programs: bool = False) -> int:
     Raises:
       SystemExit: ``--help`` (0), or arguments that cannot be parsed (2).
     """
-    command = tyro.cli(
-        Command,
-        prog="inertiakv",
-        description=DESCRIPTION,
-        args=arguments,
-        config=STYLE,
-    )
+    command = parse(arguments)
     try:
         if keep_programs:
             _keep_programs()
@@ -116,6 +113,29 @@ def run(arguments: Sequence[str], *, keep_programs: bool = False) -> int:
         console().print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
         return next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
     return 0
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """The command that the arguments name, with its options.
+
+    Raises:
+      SystemExit: as ``run``.
+    """
+    named = next(iter(arguments), None)
+    # tyro has one text for the list of commands and for a command's own help.
+    commands = [
+        Annotated[kind, tyro.conf.subcommand(name, description=text if name == named else line)]
+        for name, (kind, text) in COMMANDS.items()
+        for line in text.splitlines()[:1]
+    ]
+    return tyro.cli(
+        functools.reduce(operator.or_, commands),
+        prog="inertiakv",
+        description=DESCRIPTION,
+        args=arguments,
+        config=STYLE,
+        registry=REGISTRY,
+    )
 
 
 def _keep_programs() -> None:

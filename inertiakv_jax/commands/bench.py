@@ -15,12 +15,12 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.bench import Contestant
     from inertiakv_jax.language_model import LanguageModel
 
-DESCRIPTION = """Time prefill and decoding of several policies, and of other libraries.
+DESCRIPTION = """Time prefill and decoding, beside other libraries.
 
-All take turns in one process: one round to warm up, then --repeats that count. Peers run on the
-CPU with the same weights, dtype and number of threads; they need the extra 'peers'.
+Policies and peers take turns in one process: one round to warm up, then --repeats that count. Peers
+run on the CPU with the same weights, dtype and number of threads; they need the extra 'peers'.
 
-Example:
+Examples:
   inertiakv bench --peer transformers --peer kvpress --json bench.json
   inertiakv bench kernels
 """

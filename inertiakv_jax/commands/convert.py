@@ -8,9 +8,10 @@ from tyro.conf import Positional, arg
 
 from inertiakv_jax.commands.terminal import console, progress
 
-DESCRIPTION = """Write a model as an orbax checkpoint, or as a folder that transformers loads.
+DESCRIPTION = """Write a model in another format.
 
-An orbax checkpoint is restored straight onto the devices of a mesh, and can hold int8 weights.
+As an orbax checkpoint, or as a folder that transformers loads. An orbax checkpoint is restored
+straight onto the devices of a mesh, and can hold int8 weights.
 The result is loaded like any other: inertiakv generate "..." --model TARGET
 
 Examples:

@@ -20,9 +20,10 @@ from inertiakv_jax.commands.terminal import (
 if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.demo import Answer
 
-DESCRIPTION = """Ask for a number hidden in a long text, with the full cache and with a tenth of it.
+DESCRIPTION = """Find a number in a long text with a tenth of the cache.
 
-Prints what each policy answered, kept and took, and draws which tokens it kept.
+Three policies and the full cache are asked for it. Prints what each policy answered, kept and took,
+and draws which tokens it kept.
 
 Example:
   inertiakv demo --tokens 2000 --seed 1

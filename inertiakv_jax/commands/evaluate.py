@@ -23,11 +23,12 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.eval.runner import Progress as RunProgress
     from inertiakv_jax.eval.settings import Settings
 
-DESCRIPTION = """Evaluate policies on long-context benchmarks, with the official prompts and scores.
+DESCRIPTION = """Evaluate policies on long-context benchmarks.
 
-Settings come from --config, a YAML file or one that comes along (eval/ruler-small,
-paper/longbench); flags go before them. Results go to --out, one JSON line per example and policy;
-the same command goes on where it was stopped. `inertiakv report` makes tables and figures of them.
+Prompts and scores are the official ones. Settings come from --config, a YAML file or one that comes
+along (eval/ruler-small, paper/longbench); flags go before them. Results go to --out, one JSON line
+per example and policy; the same command goes on where it was stopped. `inertiakv report` makes
+tables and figures of them.
 
 Needs the extra 'eval': pip install 'inertiakv-jax[eval]'.
 

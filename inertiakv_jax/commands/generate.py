@@ -22,9 +22,10 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.policies import Policy
     from inertiakv_jax.sampling import Sampling
 
-DESCRIPTION = """Continue a prompt, or answer it where the model has a chat template.
+DESCRIPTION = """Continue a prompt, or answer it.
 
-The text goes to standard output, what it cost to standard error.
+A model with a chat template answers, unless --raw is given. The text goes to standard output, what
+it cost to standard error.
 
 Examples:
   inertiakv generate "Why is the sky blue?" --policy full

@@ -17,10 +17,11 @@ from inertiakv_jax.commands.terminal import (
 )
 from inertiakv_jax.files import make_folder
 
-DESCRIPTION = """Measure which knob of the aggregation matters: memory over steps, or layer weights.
+DESCRIPTION = """Measure memory over steps against weights over layers.
 
-Asks for one fact in a long text, with every combination of both knobs, and with one ranking a layer
-and one a kv head. Writes knobs.json and knobs.png, and prints the table.
+Which of these knobs of the aggregation matters? Asks for one fact in a long text, with every
+combination of both knobs, and with one ranking a layer and one a kv head. Writes knobs.json and
+knobs.png, and prints the table.
 
 Examples:
   inertiakv knobs

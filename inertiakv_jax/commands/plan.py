@@ -9,11 +9,12 @@ from tyro.conf import Positional, arg
 
 from inertiakv_jax.commands.terminal import console, progress
 
-DESCRIPTION = """Plan a run on TPUs or NVIDIA GPUs without one: does it fit, and how fast can it be?
+DESCRIPTION = """Plan a run on TPUs or NVIDIA GPUs without one.
 
-Compiles prefill, step 1 and a later step for the real chip and prints the bytes on each device,
-what devices exchange, and the roofline of decoding with the full cache and with the policy.
-Weights and caches are exact; temporaries and collectives are carried over from few layers.
+Does it fit, and how fast can it be? Compiles prefill, step 1 and a later step for the real chip and
+prints the bytes on each device, what devices exchange, and the roofline of decoding with the full
+cache and with the policy. Weights and caches are exact; temporaries and collectives are carried
+over from few layers.
 
 Needs the extra 'aot': pip install 'inertiakv-jax[aot]'.
 

@@ -8,10 +8,11 @@ from tyro.conf import Positional, arg
 
 from inertiakv_jax.commands.terminal import check_output, console, write_file
 
-DESCRIPTION = """Make one HTML page, which loads nothing, and markdown tables of evaluation runs.
+DESCRIPTION = """Make tables and figures of evaluation runs.
 
-Quality by policy and budget with intervals, differences to the full cache paired by example,
-quality over budget and over throughput, needle heat maps, and what each policy cost.
+Writes one HTML page, which loads nothing, and the tables as markdown: quality by policy and budget
+with intervals, differences to the full cache paired by example, quality over budget and over
+throughput, needle heat maps, and what each policy cost.
 
 Examples:
   inertiakv report runs/ruler

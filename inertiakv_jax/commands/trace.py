@@ -27,10 +27,11 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.language_model import LanguageModel
     from inertiakv_jax.policy import Policy
 
-DESCRIPTION = """Trace what policies keep of one text while all are made to read the same tokens.
+DESCRIPTION = """Trace what policies keep of one text, step by step.
 
-Writes trace.json and three pictures, and prints how alike kept sets and rankings are. A trace can
-be replayed: its evictions are forced on the model anew, which must choose the same tokens.
+All are made to read the same tokens. Writes trace.json and three pictures, and prints how alike
+kept sets and rankings are. A trace can be replayed: its evictions are forced on the model anew,
+which must choose the same tokens.
 
 Examples:
   inertiakv trace --prompt-file report.txt --policy inertiakv --policy vnorm --policy tova

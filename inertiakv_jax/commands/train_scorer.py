@@ -25,10 +25,11 @@ from inertiakv_jax.files import check_folder
 if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.training.scorer import Trained
 
-DESCRIPTION = """Train the learned scorer of a model on any text, by self-distillation.
+DESCRIPTION = """Train the learned scorer of a model, by distillation.
 
-The model stays as it is; the scorer, one small file, is for the policy 'learned'. It is judged on
-the text's last tenth, which it is not trained on. The same command goes on where it was stopped.
+It learns from the model's own attention, on any text. The model stays as it is; the scorer, one
+small file, is for the policy 'learned'. It is judged on the text's last tenth, which it is not
+trained on. The same command goes on where it was stopped.
 
 Needs the extra 'train': pip install 'inertiakv-jax[train]'.
 

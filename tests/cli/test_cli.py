@@ -9,7 +9,7 @@ import pytest
 from inertiakv_jax import cli
 from inertiakv_jax.commands.generate import Generate
 
-COMMANDS = ("generate", "demo", "bench")
+COMMANDS = tuple(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -26,8 +26,6 @@ def test_help_shows_an_example(command, capsys):
 def test_examples_can_be_parsed(command, capsys):
     import shlex
 
-    import tyro
-
     with pytest.raises(SystemExit):
         cli.run([command, "--help"])
     # Up to the options, whose defaults may begin with the word, too.
@@ -37,15 +35,37 @@ def test_examples_can_be_parsed(command, capsys):
     for example in examples:
         program, *arguments = shlex.split(example)
         assert program == "inertiakv"
-        assert tyro.cli(cli.Command, args=arguments, config=cli.STYLE) is not None
+        assert isinstance(cli.parse(arguments), cli.COMMANDS[command][0])
 
 
-def test_help_names_every_command(capsys):
+def test_help_has_a_line_for_every_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as exit_:
         cli.run(["--help"])
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"• {command} " in text for command in COMMANDS)
+    lines = capsys.readouterr().out.partition("(required)")[2].splitlines()
+    assert [line for line in map(str.strip, lines) if line] == [
+        f"• {name:<13} {text.splitlines()[0]}" for name, (_, text) in cli.COMMANDS.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("generate", "before it with a blank line between, or the whole prompt if there is no"),
+        ("bench", "TPUs or NVIDIA GPUs. Default: the best for the device."),
+        ("bench", "(default: full inertiakv lazy4 score-free)"),
+    ],
+)
+def test_options_are_described_without_a_break(command, option, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.run([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert option in " ".join(" ".join(line.strip("│ ") for line in lines).split())
+    (start,) = [i for i, line in enumerate(lines) if " --implementation " in line]
+    texts = [line.strip("│ ") for line in lines[start + 1 : start + 3]]
+    assert all(len(text) > 40 for text in texts), "a line breaks off before it is full"
 
 
 @pytest.mark.parametrize(
