@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.language_model import LanguageModel
     from inertiakv_jax.policies import Policy
     from inertiakv_jax.sampling import Sampling
+    from inertiakv_jax.text import Prompt
 
 DESCRIPTION = """Continue a prompt, or answer it.
 
@@ -33,6 +34,8 @@ Examples:
   cat report.txt | inertiakv generate - --raw --policy lazy4 --tokens 512 --stream
 """
 STDIN = "-"
+FEW_TOKENS = 32
+"""A prompt of which a ratio leaves fewer is worth a word: hardly any question is among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +118,13 @@ class Generate:
         distributed.join(self.coordinator, self.num_processes, self.process_id)
         check_implementation(self.implementation, platform=jax.devices()[0].platform)
         mesh = mesh_of(self.mesh, batch=1)
-        lm = distributed.together(lambda: load(self.model, dtype=self.dtype, mesh=mesh))
         prints = jax.process_index() == 0
+        log = console() if prints and not self.json else None
+        if log is not None:
+            log.print(f"Loading {self.model}")
+        lm = distributed.together(lambda: load(self.model, dtype=self.dtype, mesh=mesh))
+        if log is not None:
+            log.print("\n".join(self._notes(lm, text, policy)), soft_wrap=True)
         output = self._generate(lm, text, policy, sampling, stream=self.stream and prints)
         if not prints:
             return
@@ -149,6 +157,25 @@ class Generate:
             raise ValueError(f"{', '.join(set_ones)} needs --temperature above 0, got 0 (greedy)")
         return None
 
+    def _prompt(self, lm: "LanguageModel", text: str) -> "Prompt":
+        chat = bool(lm.tokenizer.chat_template) and not self.raw
+        return [{"role": "user", "content": text}] if chat else text
+
+    def _notes(self, lm: "LanguageModel", text: str, policy: "Policy") -> list[str]:
+        """What to know before it starts: how long it may take, and how little a ratio leaves."""
+        from inertiakv_jax.text import encode_prompts
+
+        (ids,) = encode_prompts(lm, [self._prompt(lm, text)])
+        notes = [f"Reading {len(ids):,} tokens; the first run of a shape compiles"]
+        by_ratio = [part for part in (policy, policy.prefill) if part is not None and part.ratio]
+        kept = min((int(part.budgets([len(ids)], lm.model)[0]) for part in by_ratio), default=None)
+        if kept is not None and kept < FEW_TOKENS:
+            notes.append(
+                f"Keeps {kept} of the prompt's {len(ids):,} tokens: a ratio is meant for long "
+                "prompts. Give a lower --ratio, or a number with POLICY,tokens=N"
+            )
+        return notes
+
     def _generate(
         self,
         lm: "LanguageModel",
@@ -160,10 +187,9 @@ class Generate:
     ) -> "GenerationOutput":
         from inertiakv_jax import generation
 
-        chat = bool(lm.tokenizer.chat_template) and not self.raw
         chunks = generation.stream(
             lm,
-            [[{"role": "user", "content": text}] if chat else text],
+            [self._prompt(lm, text)],
             policy=policy,
             max_new_tokens=self.max_new_tokens,
             sampling=sampling,

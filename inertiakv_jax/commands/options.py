@@ -22,8 +22,10 @@ REGISTRY = ConstructorRegistry()
 
 @REGISTRY.struct_rule
 def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    if not dataclasses.is_dataclass(info.type):
+        return None
     kind: Any = info.type
-    if not (dataclasses.is_dataclass(kind) and kind.__module__.startswith("inertiakv_jax.")):
+    if not kind.__module__.startswith("inertiakv_jax."):
         return None  # tyro has dataclasses of its own
     types = get_type_hints(kind, include_extras=True)
     fields = []

@@ -77,13 +77,40 @@ def test_file_comes_before_the_prompt(generate, stdin, tmp_path):
 
 def test_statistics_are_aligned_on_stderr(generate):
     done = generate(PROMPT, "--raw", "--tokens", 6)
-    rows = {line.split()[0]: line for line in done.err.splitlines()}
+    loading, reading, *lines = done.err.splitlines()
+    assert loading.startswith("Loading ")
+    assert reading == "Reading 10 tokens; the first run of a shape compiles"
+    rows = {line.split()[0]: line for line in lines}
     # t he | Ġt h in | Ġ in | Ġthe | Ġ 12
     assert rows["prompt"].split()[1] == "10"
     assert rows["new"].split()[1] == "8"
     assert rows["kept"].split()[1:] == ["6", "tokens,", "11", "evicted"]
     numbers_end = [line.index(line.split()[1]) + len(line.split()[1]) for line in rows.values()]
     assert len(set(numbers_end[1:4])) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["--policy", "lazy4", "--ratio", 0.9], 1),
+        (["--policy", "snapkv,window=1", "--ratio", 0.5], 5),
+        (["--policy", "full"], None),
+        (["--policy", "lazy4,tokens=9"], None),
+        (["--policy", "lazy4", "--ratio", 0.9, "--json"], None),
+    ],
+)
+def test_few_tokens_that_a_ratio_leaves_are_told(options, kept, generate):
+    """The prompt has ten."""
+    done = generate(PROMPT, "--raw", *options)
+    assert done.code == 0, done.err
+    said = f"Keeps {kept} of the prompt's 10 tokens: a ratio is meant for long prompts. "
+    assert ("Keeps " in done.err) is (kept is not None)
+    assert kept is None or said in done.err
+
+
+def test_enough_tokens_go_without_a_word(generate):
+    assert "Keeps 31 of" in generate("h" * 62, "--raw", "--ratio", 0.5).err
+    assert "Keeps" not in generate("h" * 64, "--raw", "--ratio", 0.5).err
 
 
 def test_json_is_one_object_and_nothing_else(generate):
@@ -182,7 +209,8 @@ def test_bad_input_is_one_line_and_code_2(generate, arguments, message):
     done = generate(*arguments)
     assert done.code == 2
     assert done.out == ""
-    (line,) = done.err.splitlines()
+    *before, line = done.err.splitlines()
+    assert all(other.startswith(("Loading ", "Reading ", "Keeps ")) for other in before)
     assert line.startswith("error: ")
     assert message in line
 
@@ -211,5 +239,5 @@ def test_logits_that_are_no_numbers_end_with_code_1(inertiakv, tmp_path):
     folder = write_model(tmp_path / "broken", CONFIG, nan_in="model.norm.weight")
     done = inertiakv("generate", "x", "--model", folder)
     assert done.code == 1
-    assert done.err.startswith("error: the logits of rows [0] hold NaN")
+    assert "\nerror: the logits of rows [0] hold NaN" in done.err
     assert done.out == ""
