@@ -95,7 +95,7 @@ def measure(
     lm: LanguageModel,
     questions: Sequence[Question],
     ratio: float,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[bool]]:
     """Answer every question by every rule.
 
@@ -103,7 +103,7 @@ def measure(
       lm: the model.
       questions: of ``planted_questions`` or ``multikey_questions``.
       ratio: fraction of the prompt removed.
-      on_progress: told how many questions are done.
+      on_progress: told how many answers there are, of how many.
 
     Returns:
       For "full" and each cell, by name, whether each answer was right.
@@ -113,11 +113,13 @@ def measure(
     names = [cell.name for cell in grid] + ["full"]
     right: dict[str, list[bool]] = {key: [] for key in names}
     request = Request(max_new_tokens=NEW_TOKENS, stop_tokens=tuple(lm.eos_token_ids))
-    for done, question in enumerate(questions, start=1):
+    done, total = 0, len(questions) * len(chosen)
+    for question in questions:
         replies = answers(lm, [question.tokens], chosen, request)
         for key, reply in zip(names, replies, strict=True):
             right[key].append(question.number in reply.texts[0])
-        on_progress(done)
+            done += 1
+            on_progress(done, total)
     return right
 
 

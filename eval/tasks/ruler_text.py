@@ -169,7 +169,10 @@ def fitting_sample(
         if fits(sample):
             return sample
         size -= step if size > step else 1
-    raise ValueError("not even the smallest sample fits")
+    raise ValueError(
+        "not even the smallest sample fits: make it longer (eval's --lengths, knobs' --tokens); "
+        "all tasks fit 1,024 tokens"
+    )
 
 
 def generator(seed: int) -> random.Random:

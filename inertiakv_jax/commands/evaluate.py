@@ -97,9 +97,10 @@ class Evaluate:
         shard, shards = parse_shard(self.shard)
         settings = self.settings()
         from inertiakv_jax import distributed
-        from inertiakv_jax.eval import runner
+        from inertiakv_jax.eval import requirements, runner
         from inertiakv_jax.weights.load import load
 
+        requirements.check_packages(settings)
         distributed.join(self.coordinator, self.num_processes, self.process_id)
         distributed.together(lambda: check_folder(self.out))
         mesh = mesh_of(self.mesh, settings.batch)
@@ -168,7 +169,7 @@ def _progress(log: Console) -> Iterator[Callable[["RunProgress"], None]]:
     )
     with Progress(*columns, console=log) as bar:
         # By the length of prompts: a count of examples would tell little of the time left.
-        task = bar.add_task("", total=None, records="")
+        task = bar.add_task("compiling", total=None, records=0)
 
         def advance(now: "RunProgress") -> None:
             bar.update(

@@ -1,16 +1,20 @@
 """``inertiakv knobs``: memory over steps against weights over layers, on questions about a fact."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import arg
 
 from inertiakv_jax.commands.terminal import (
     check_output,
     console,
+    is_tenth,
     output_console,
     plain_table,
     write_file,
@@ -66,6 +70,8 @@ class Knobs:
         make_folder(self.out)
         for path in paths:
             check_output("--out", path)
+        log = console()
+        log.print(f"Loading {self.model}")
         lm = load(self.model, dtype=self.dtype)
         if self.task == "planted":
             questions = knobs.planted_questions(lm, self.texts, self.tokens)
@@ -73,17 +79,8 @@ class Knobs:
             questions = knobs.multikey_questions(
                 lm, self.texts, self.tokens, Sources(self.data_dir)
             )
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console(), transient=True) as progress:
-            bar = progress.add_task("Asking", total=len(questions))
-            right = knobs.measure(
-                lm, questions, self.ratio, lambda done: progress.update(bar, completed=done)
-            )
+        with _progress(log) as on_progress:
+            right = knobs.measure(lm, questions, self.ratio, on_progress)
         description = {
             key: value if value is None or isinstance(value, int | float) else str(value)
             for key, value in dataclasses.asdict(self).items()
@@ -98,3 +95,21 @@ class Knobs:
         for label, percents in knobs.table(right):
             shown.add_row(label, *map(str, percents))
         output_console().print(shown)
+
+
+@contextlib.contextmanager
+def _progress(log: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of answers on a terminal; elsewhere a line for the first and each tenth of them."""
+    if not log.is_terminal:
+
+        def print_line(done: int, total: int) -> None:
+            if done == 1 or is_tenth(done, total):
+                log.print(f"{done} of {total} answers")
+
+        log.print("Compiling and asking")
+        yield print_line
+        return
+    columns = (TextColumn("Asking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=log, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

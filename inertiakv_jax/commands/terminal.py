@@ -28,6 +28,11 @@ def output_console() -> Console:
     return console(sys.stdout)
 
 
+def is_tenth(done: int, total: int) -> bool:
+    """Whether another tenth of the way is done: when to print a line where there is no bar."""
+    return done * 10 // total > (done - 1) * 10 // total
+
+
 @contextlib.contextmanager
 def progress(log: Console) -> Iterator[Callable[[str], None]]:
     """Give a function that says what is going on: a moving line on a terminal, lines elsewhere."""

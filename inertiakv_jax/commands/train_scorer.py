@@ -16,6 +16,7 @@ from tyro.conf import arg
 from inertiakv_jax.commands.terminal import (
     check_output,
     console,
+    is_tenth,
     output_console,
     plain_table,
     write_file,
@@ -39,8 +40,6 @@ Examples:
 """
 
 _NONE_SHOWN = arg(help_behavior_hint="")
-LINES = 10
-"""How often a run tells of itself where there is no terminal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _progress(log: Console, steps: int) -> Iterator[Callable[[int, float], None]
     if not log.is_terminal:
 
         def print_line(step: int, loss: float) -> None:
-            if step * LINES // steps > (step - 1) * LINES // steps:
+            if is_tenth(step, steps):
                 log.print(f"step {step} of {steps}: loss {loss:.4f}")
 
         yield print_line

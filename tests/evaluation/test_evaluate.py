@@ -1,5 +1,6 @@
 """``inertiakv eval``: configurations, flags, what is refused, and a run that is killed."""
 
+import importlib.util
 import json
 import os
 import random
@@ -163,6 +164,36 @@ def test_folder_that_cannot_be_made_is_named(out, message, inertiakv, tmp_path, 
     monkeypatch.setattr(os, "access", lambda at, how: "locked" not in str(at) and may(at, how))
     done = inertiakv("eval", "--out", out, "--tasks", "vt", "--model", "no/such/place")
     assert (done.code, done.err) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "message"),
+    [
+        (["gov_report", "trec"], [], "gov_report: not installed: rouge"),
+        (["vcsum_e", "vcsum"], [], "unknown task 'vcsum_e'"),
+        (["vcsum", "dureader"], [], "vcsum, dureader: not installed: jieba, rouge"),
+        (["gov_report_e"], [], "gov_report_e: not installed: rouge"),
+        (["ruler-local"], [], "niah_single_1, niah_multikey_2, cwe: not installed: wonderwords"),
+        (["niah_single_2"], ["--data-dir", "x"], "niah_single_2: not installed: wonderwords"),
+        (["niah_single_2"], [], "niah_single_2: not installed: datasets, wonderwords"),
+        (["qa_1"], [], "qa_1: not installed: datasets"),
+        (["needle"], [], "not installed: datasets, rouge"),
+        (["needle"], ["--haystack", "noise"], "not installed: rouge; pip install 'inertiakv-jax["),
+        (["vt", "fwe", "hotpotqa", "longbench-v2", "niah_multikey_3"], [], "no/such/place"),
+        (["qa_1"], ["--data-dir", "x"], "no/such/place"),
+    ],
+)
+def test_missing_packages_are_named_before_a_model_is_loaded(
+    tasks, options, message, inertiakv, tmp_path, monkeypatch
+):
+    gone, find = ("rouge", "jieba", "wonderwords", "datasets"), importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in gone else find(name)
+    )
+    out = ["--out", tmp_path / "run", "--model", "no/such/place"]
+    done = inertiakv("eval", *out, *options, "--tasks", *tasks)
+    assert done.code == 2
+    assert message in done.err
 
 
 @pytest.fixture(scope="module")
