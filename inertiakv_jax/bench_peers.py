@@ -23,7 +23,7 @@ def why_not(peer: str) -> str | None:
     """Why a peer cannot take part, or None."""
     missing = [name for name in NEEDS[peer] if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed (extra 'peers')"
+        return f"{' and '.join(missing)} not installed: pip install 'inertiakv-jax[peers]'"
     (device, *_) = jax.devices()
     if device.platform != "cpu":
         return f"runs on the CPU, and jax on {device.device_kind}: no comparison"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -83,7 +84,12 @@ class Bench:
 
     def _run_policies(self) -> None:
         self._check()
-        log = console()
+        log, reasons = console(), self._peers()
+        skipped = {peer: reason for peer, reason in reasons.items() if reason is not None}
+        for peer, reason in skipped.items():
+            log.print(f"{peer} left out: {reason}", style="yellow")
+        if not self.policies and len(skipped) == len(reasons):
+            raise ValueError("nothing to time: --policies is empty, and every peer left out")
         log.print(f"Loading {self.model}")
         import numpy as np
 
@@ -99,9 +105,7 @@ class Bench:
         lm = load(self.model, dtype=self.dtype, mesh=mesh)
         prompt = bench.prompt_of(lm, self.prompt_tokens)
         check_lengths(lm.model, np.asarray([len(prompt)]), self.new_tokens + 1)
-        contestants, skipped = self._contestants(lm)
-        if not contestants:
-            raise ValueError(f"nothing to time: {skipped}")
+        contestants = self._contestants(lm, reasons.keys() - skipped.keys())
         with progress(log) as say:
             runs = bench.take_turns(
                 contestants,
@@ -146,20 +150,24 @@ class Bench:
         if len(set(self.policies)) < len(self.policies):
             raise ValueError(f"--policies must differ, got {' '.join(self.policies)}")
 
-    def _contestants(self, lm: "LanguageModel") -> tuple[list["Contestant"], dict[str, str]]:
+    def _peers(self) -> dict[str, str | None]:
+        """Each peer, and why it cannot take part: None if it can."""
+        from inertiakv_jax import bench_peers
+
+        return {peer: bench_peers.why_not(peer) for peer in dict.fromkeys(self.peer)}
+
+    def _contestants(self, lm: "LanguageModel", peers: Collection[str]) -> list["Contestant"]:
         from inertiakv_jax import bench, bench_peers, policies
 
         found: list[Contestant] = [
             bench.PolicyContestant(lm, policies.as_written(name, self.ratio), self.implementation)
             for name in self.policies
         ]
-        reasons = {peer: bench_peers.why_not(peer) for peer in dict.fromkeys(self.peer)}
-        skipped = {peer: reason for peer, reason in reasons.items() if reason is not None}
-        if len(skipped) < len(reasons):
+        if peers:
             model = bench_peers.torch_model(lm)
-            if "transformers" in reasons.keys() - skipped.keys():
+            if "transformers" in peers:
                 found.append(bench_peers.transformers_contestant(model))
-            if "kvpress" in reasons.keys() - skipped.keys():
+            if "kvpress" in peers:
                 kept = policies.tokens_kept(self.prompt_tokens, self.ratio)
                 found.append(bench_peers.kvpress_contestant(model, kept))
-        return found, skipped
+        return found

@@ -10,7 +10,13 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from inertiakv_jax.commands.bench_report import TOO_BUSY, device_facts, library_versions, spread
+from inertiakv_jax.commands.bench_report import (
+    device_facts,
+    library_versions,
+    rounds,
+    spread,
+    warn_if_busy,
+)
 from inertiakv_jax.commands.terminal import output_console, plain_table
 from inertiakv_jax.pallas_kernels.bench import XLA, Case, Measured, is_cold, memory_bytes, num_sets
 
@@ -131,7 +137,7 @@ def print_report(measured: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {v}" for name, v in measured["versions"].items() if v)
     settings = measured["settings"]
     out.print(
-        f"\n{settings['dtype']}, evict float32. Medians of {settings['repeats']} rounds in turns; "
+        f"\n{settings['dtype']}, evict float32. {rounds(settings['repeats'])}; "
         "each a program of many calls that need each other's results. MB and GB/s: each operand "
         "and result once, of a step that scores. Unscored: of one that does not. Of copy: against "
         "the bytes a second that a plain copy reads and writes. XLA ms: what XLA makes of the "
@@ -141,12 +147,7 @@ def print_report(measured: dict[str, Any]) -> None:
     )
     if not all(row["cold"] for row in rows):
         out.print("* Operands small enough to stay in the device's cache between calls.")
-    if (device.get("cpus_busy_before") or 0.0) > TOO_BUSY:
-        out.print(
-            f"Other programs kept {device['cpus_busy_before']:.1f} of {device['threads']} CPUs "
-            "busy before this began: do not trust these figures.",
-            style="bold yellow",
-        )
+    warn_if_busy(out, device.get("cpus_busy_before"))
 
 
 HEADINGS = (*("B", "S", "ms", "unscored", "ratio", "MB", "GB/s", "of copy", "XLA ms", "speedup"),)

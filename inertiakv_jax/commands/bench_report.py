@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 from rich.table import Table
 
 from inertiakv_jax.bench import Contestant, Run, cpu_threads
@@ -171,8 +172,9 @@ def print_report(measured: dict[str, Any]) -> None:
         out.print(f"\n{peer} left out: {reason}", style="yellow")
     settings, device, shape = measured["settings"], measured["device"], measured["shape"]
     versions = ", ".join(f"{name} {v}" for name, v in measured["versions"].items() if v)
+    least_most = " (least-most)" if settings["repeats"] > 1 else ""
     out.print(
-        f"\nMedians (least-most) of {settings['repeats']} rounds in turns. "
+        f"\n{rounds(settings['repeats'])}{least_most}. "
         f"{measured['model']}, {settings['dtype']}: {shape['layers']} layers, "
         f"{shape['heads']} query and {shape['kv_heads']} key-value heads of {shape['head_dim']}. "
         f"Batch 1, a prompt of {settings['prompt_tokens']:,} tokens, step 1 by itself, then "
@@ -180,11 +182,25 @@ def print_report(measured: dict[str, Any]) -> None:
         f"{device['kind']} ({device['cpu']}, {device['threads']} threads), {device['system']}; "
         f"{versions}; {measured['date']}."
     )
-    if (device["cpus_busy_before"] or 0.0) > TOO_BUSY:
+    warn_if_busy(out, device["cpus_busy_before"])
+
+
+def rounds(count: int) -> str:
+    """What a table's figures are, of so many rounds."""
+    return "One round" if count == 1 else f"Medians of {count} rounds in turns"
+
+
+def warn_if_busy(out: Console, busy: float | None) -> None:
+    """Print that figures are not to be trusted, if other programs kept the CPUs busy.
+
+    Args:
+      out: where.
+      busy: as ``busy_cpus`` found, before anything was timed.
+    """
+    if busy is not None and busy > TOO_BUSY:
         out.print(
-            f"Other programs kept {device['cpus_busy_before']:.1f} of {device['threads']} CPUs "
-            "busy before this began. Threads that wait for each other suffer most from it: do not "
-            "trust these figures.",
+            f"Other programs kept {busy:.1f} of {cpu_threads()} CPUs busy before this began. "
+            "Threads that wait for each other suffer most from it: do not trust these figures.",
             style="bold yellow",
         )
 
@@ -212,7 +228,7 @@ def speedup_table(rows: Sequence[dict[str, Any]]) -> Table:
     names = [row["name"] for row in rows]
     references = [name for name in REFERENCES if name in names]
     table = plain_table(header_style="bold")
-    table.add_column("times as fast as")
+    table.add_column("times as fast as\n")
     for name in references:
         table.add_column(f"{name}\nprefill", justify="right")
         table.add_column("\ndecode", justify="right")
@@ -231,4 +247,5 @@ def speedup_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _range(values: dict[str, Any], digits: int) -> str:
     low, high = values["min"], values["max"]
-    return f"{values['median']:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    around = f" ({low:.{digits}f}-{high:.{digits}f})" if len(values["all"]) > 1 else ""
+    return f"{values['median']:.{digits}f}{around}"

@@ -52,8 +52,10 @@ class Demo:
         log = console()
         log.print(f"Loading {self.model}")
         from inertiakv_jax import demo, demo_figure, policies, prose
+        from inertiakv_jax.commands.bench_report import busy_cpus, warn_if_busy
         from inertiakv_jax.weights.load import load
 
+        busy = busy_cpus()
         lm = load(self.model)
         planted = prose.planted_text(
             self.tokens, self.seed, lambda text: len(lm.tokenizer(text)["input_ids"])
@@ -78,6 +80,7 @@ class Demo:
         write_file(self.output, demo_figure.draw(question, answers, title))
         out = output_console()
         out.print(answer_table(answers))
+        warn_if_busy(out, busy)
         out.print(f"\nWhich tokens each policy kept: {self.output}", soft_wrap=True)
 
 

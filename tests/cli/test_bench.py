@@ -155,8 +155,13 @@ def test_bench_writes_what_it_measured(inertiakv, tiny_model, tmp_path):
     )
     first_table = done.out.split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in first_table[1:]] == list(rows)
+    assert "\nMedians of 2 rounds in turns (least-most). " in done.out
     assert "Batch 1, a prompt of 100 tokens" in done.out
     second_table = done.out.split("\n\n")[1].splitlines()
+    assert [line.split() for line in second_table[:2]] == [
+        ["times", "as", "fast", "as", "full"],
+        ["prefill", "decode"],
+    ]
     assert [line.split()[0] for line in second_table[2:]] == list(rows)
     assert second_table[2].split() == ["full", "-", "-"]
     ratio = rows["lazy4"]["speedup_over"]["full"]
@@ -188,7 +193,14 @@ def test_peers_that_are_not_installed_are_left_out_with_a_word(inertiakv, tiny_m
     sizes = ["--prompt-tokens", 40, "--new-tokens", 2, "--repeats", 1, "--policies", "full"]
     done = inertiakv("bench", "--model", tiny_model, *sizes, "--peer", "kvpress")
     assert done.code == 0
-    assert "kvpress left out: torch and kvpress not installed (extra 'peers')" in done.out
+    reason = "torch and kvpress not installed: pip install 'inertiakv-jax[peers]'"
+    first, loading, *_ = done.err.splitlines()
+    assert (first, loading) == (f"kvpress left out: {reason}", f"Loading {tiny_model}")
+    assert f"kvpress left out: {reason}" in done.out
+    assert "\nOne round. " in done.out
+    done = inertiakv("bench", "--model", "no/such/place", "--policies", "--peer", "kvpress")
+    assert done.code == 2
+    assert "error: nothing to time: --policies is empty, and every peer left out" in done.err
 
 
 def test_peers_run_on_the_cpu_only(monkeypatch):

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 
 import inertiakv_jax as ikv
 from inertiakv_jax import demo, demo_figure
+from inertiakv_jax.commands import bench_report
 from inertiakv_jax.demo import STEPS, Answer, Question, is_right
 from inertiakv_jax.prose import planted_text
 
@@ -117,11 +118,15 @@ def test_right_answers(answer, right):
     assert is_right(answer, "1234567") is right
 
 
-def test_demo_prints_four_rows_and_draws(inertiakv, tiny_model, tmp_path):
+def test_demo_prints_four_rows_and_draws(inertiakv, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_report, "busy_cpus", lambda: 1.7)
     picture = tmp_path / "kept.png"
     done = inertiakv("demo", "--model", tiny_model, "--tokens", 200, "--output", picture)
     assert done.code == 0
-    heading, *rows, blank, last = done.out.splitlines()
+    table, _, warning = done.out.partition("Other programs kept ")
+    heading, *rows = table.splitlines()
+    assert warning.startswith("1.7 of ")
+    blank, last = warning.splitlines()[-2:]
     assert re.split(r"\s{2,}", heading) == [
         *("policy", "answer", "tokens kept", "KV MiB", "decode tokens/s")
     ]
