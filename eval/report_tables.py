@@ -146,7 +146,7 @@ def _paper_table(run: Run) -> Table:
 
 def _cost_table(run: Run) -> Table:
     columns = [
-        *("policy", "kept, %", "evicted", "without eviction", "KV MiB, full", "KV MiB, kept"),
+        *("policy", "kept, %", "evicted", "examples unevicted", "KV MiB, full", "KV MiB, kept"),
         *("prefill, s", "decode, tokens/s", "peak device, MiB", "peak host, MiB"),
     ]
     rows = []
@@ -167,8 +167,9 @@ def _cost_table(run: Run) -> Table:
             ]
         )
     note = (
-        "Means of tokens and bytes, medians of times. Prefill includes compilation where it was "
-        "the first of its length; peaks are the process's so far, whatever policy ran."
+        "Means of tokens and bytes, medians of times. Examples unevicted: how many lost no token, "
+        "for a policy removes none from a prompt within its budget. Prefill includes compilation "
+        "where it was the first of its length; peaks are the process's so far, whatever policy ran."
     )
     return Table("Cost", note, columns, rows)
 

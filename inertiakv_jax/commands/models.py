@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # not needed for --help
 
 DESCRIPTION = """List the models that can be loaded by name.
 
-KV cache is what one more token adds to the full cache, in bfloat16, over the layers that attend to
+KV/token is what one more token adds to the full cache, in bfloat16, over the layers that attend to
 all tokens; windows is what the layers with a sliding window hold on top, however long the text.
 
 Examples:

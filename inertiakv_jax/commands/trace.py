@@ -56,6 +56,13 @@ COLUMNS = {
     "raw_evicted": "raw evicted",
 }
 """Headings of the measures in the table."""
+LEGEND = (
+    "kept: tokens held at the end. Jaccard: of what is held, with the first policy. rank corr.: of "
+    "scores with attention's; of utilities: of what is ranked by. raw churn: share of a step's top "
+    "scores that is new; churn: of its top utilities; <= 1 new: steps with at most one new there. "
+    "raw evicted: share of a step's top scores that is gone. as full: steps that choose the full "
+    "cache's token."
+)
 
 PROSE_TOKENS = 1000
 
@@ -132,6 +139,7 @@ class Trace:
         self._write(trace, lm)
         out = output_console()
         out.print(trace_table(trace))
+        out.print(f"\n{LEGEND}")
         out.print(f"\nTrace and pictures: {self.out}", soft_wrap=True)
 
     def _policies(self) -> "list[Policy]":
@@ -193,8 +201,10 @@ def _read(option: str, path: Path) -> str:
         return read_prompt(STDIN, None)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {option} {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {option} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is not valid UTF-8: {error}") from error
     if not text.strip():
         raise ValueError(f"{option} {path} is empty")
     return text

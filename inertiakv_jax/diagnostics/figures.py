@@ -48,7 +48,8 @@ def kept_sets(trace: Trace) -> bytes:
                 axes.text(
                     1.01, row, f"{value:.2f}", transform=axes.get_yaxis_transform(), va="center"
                 )
-        axes.text(1.01, 0, "Jaccard", transform=axes.get_yaxis_transform(), va="center")
+        if len(runs) > 1:
+            axes.text(1.01, 0, "Jaccard", transform=axes.get_yaxis_transform(), va="center")
         axes.set_title(heading)
     return _png(
         figure, f"Kept after {len(trace.continuation)} steps, of {len(trace.prompt):,} tokens"

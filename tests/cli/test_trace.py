@@ -36,7 +36,10 @@ def rows(table):
 def test_trace_writes_draws_and_prints(trace, inertiakv, tiny_model, tmp_path):
     done = trace("--policy", "inertiakv", "--policy", "kvzip,ratio=0.5", "--policy", "full")
     assert done.code == 0, done.err
-    heading, *runs, _, last = rows(done.out)
+    table, legend, end = done.out.split("\n\n")
+    (heading, *runs), (last,) = rows(table), rows(end)
+    explained = f" {' '.join(legend.split())} "
+    assert [name for name in heading[1:] if f" {name}: " not in explained] == []
     assert heading[:3] == ["policy", "kept", "Jaccard"]
     assert [run[0] for run in runs] == [
         "inertiakv", "kvzip,ratio=0.5", "full", "inertiakv without EMA",
@@ -87,7 +90,7 @@ def test_continuation_can_be_given(trace, tmp_path):
         (["--policy", "inertiakv", "--policy", "inertiakv"], "must have distinct names"),
         (["--steps", "0"], "steps must be an integer of at least 1, got 0"),
         (["--prompt-tokens", "0"], "--prompt-tokens must be at least 1, got 0"),
-        (["--prompt-file", "nowhere.txt"], "cannot read --prompt-file nowhere.txt"),
+        (["--prompt-file", "nowhere.txt"], "cannot read --prompt-file nowhere.txt: No such file"),
         (["--continuation-file", "nowhere.txt"], "cannot read --continuation-file nowhere.txt"),
         (["--replay", "trace.json"], "--replay goes with --model, --dtype and --mesh only"),
     ],

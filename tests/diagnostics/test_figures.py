@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from diagnostics.test_file import small_trace
 from diagnostics.tiny_lm import trace
+from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from inertiakv_jax.diagnostics import figures
@@ -44,6 +45,22 @@ def test_kept_places_are_painted(draw):
 def test_whole_trace_is_drawn(draw):
     assert pixels(draw(trace())).std() > 0.01
     assert pixels(draw(small_trace())).std() > 0.01
+
+
+def test_one_policy_has_no_jaccard_beside_it(monkeypatch):
+    """There is nothing that it could be compared with."""
+    written, write = [], Axes.text
+
+    def text(axes, x, y, said, **options):
+        written.append(said)
+        return write(axes, x, y, said, **options)
+
+    monkeypatch.setattr(Axes, "text", text)
+    figures.kept_sets(holding(2))
+    assert written == []
+    figures.kept_sets(small_trace())
+    assert "Jaccard" in written
+    assert len(written) == 2
 
 
 def test_counterparts_stand_beside_their_policies():
