@@ -128,8 +128,9 @@ def parse(arguments: Sequence[str]) -> Any:
         for name, (kind, text) in COMMANDS.items()
         for line in text.splitlines()[:1]
     ]
+    one_of_them: Any = functools.reduce(operator.or_, commands)
     return tyro.cli(
-        functools.reduce(operator.or_, commands),
+        one_of_them,
         prog="inertiakv",
         description=DESCRIPTION,
         args=arguments,
