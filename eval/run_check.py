@@ -5,6 +5,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from inertiakv_jax.checks import is_a
+
 _DESCRIPTION: Mapping[str, Any] = {
     "settings": {"policies": list, "model": str},
     "model": {"dtype": str},
@@ -38,7 +40,7 @@ def check_run(
         for problem in _problems(record, _RECORD):
             where = f"the record of {record['example']} with {record['variant']}"
             raise ValueError(f"{folder}: {where}: {problem}")
-        if not record["scores"] or not all(_is(Real, x) for x in record["scores"].values()):
+        if not record["scores"] or not all(is_a(x, Real) for x in record["scores"].values()):
             raise ValueError(f"{folder}: {record['example']}: scores must be numbers")
 
 
@@ -46,11 +48,7 @@ def _problems(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[s
     for key, expected in wanted.items():
         value = found.get(key)
         kind: Any = dict if isinstance(expected, Mapping) else expected
-        if not _is(kind, value):
+        if not is_a(value, kind):
             yield f"{key} must be {_SAID[kind]}, got {value!r:.60}"
         elif isinstance(expected, Mapping) and isinstance(value, Mapping):
             yield from (f"{key}.{problem}" for problem in _problems(value, expected))
-
-
-def _is(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from inertiakv_jax import policies
-from inertiakv_jax.checks import check_field, is_count
+from inertiakv_jax.checks import check_field, is_a, is_count
 from inertiakv_jax.eval.tasks.catalogue import tasks_named
 from inertiakv_jax.files import parse_yaml
 from inertiakv_jax.policies import Policy
@@ -114,7 +114,7 @@ class Settings:
                 object.__setattr__(self, field.name, tuple(value))
         for name, kinds in _LISTS.items():
             items = getattr(self, name)
-            if not isinstance(items, tuple) or any(not _is_a(kinds, item) for item in items):
+            if not isinstance(items, tuple) or any(not is_a(item, *kinds) for item in items):
                 what = " or ".join(_SAID[kind] for kind in kinds)
                 raise ValueError(f"{name} must be a list, each of it {what}, got {items!r}")
             if not items and name != "paper":
@@ -219,17 +219,12 @@ def _check_positive(name: str, value: Any, *, optional: bool = False) -> None:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-def _is_a(kinds: tuple[type, ...], value: Any) -> bool:
-    """Whether a value from YAML is of one of the kinds; true and false are no numbers."""
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
 def _check_published(entry: Mapping[str, Any]) -> None:
     """Raise ValueError unless an entry of ``paper`` has what a report shows."""
     wanted = {"policy": str, "benchmark": str, "score": Real}
     optional = {"ratio": (0.0, Real), "model": ("", str), "options": ({}, Mapping)}
-    good = all(_is_a((kind,), entry.get(key)) for key, kind in wanted.items()) and all(
-        _is_a((kind,), entry.get(key, default)) for key, (default, kind) in optional.items()
+    good = all(is_a(entry.get(key), kind) for key, kind in wanted.items()) and all(
+        is_a(entry.get(key, default), kind) for key, (default, kind) in optional.items()
     )
     if not good:
         raise ValueError(

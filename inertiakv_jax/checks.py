@@ -7,9 +7,14 @@ from typing import Any
 import numpy as np
 
 
+def is_a(value: Any, *kinds: type) -> bool:
+    """``isinstance``, but True and False are no numbers."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 def is_integer(value: Any) -> bool:
     """An int or NumPy integer, but no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_a(value, int, np.integer)
 
 
 def is_count(value: Any) -> bool:
@@ -29,8 +34,7 @@ def is_positive_count(value: Any) -> bool:
 
 def in_unit_interval(value: Any) -> bool:
     """A real number in [0, 1), but no bool."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return real and 0.0 <= float(value) < 1.0
+    return is_a(value, numbers.Real) and 0.0 <= float(value) < 1.0
 
 
 def check_field(owner: Any, name: str, good: Callable[[Any], bool], expected: str) -> None:

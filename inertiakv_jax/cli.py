@@ -122,12 +122,11 @@ def parse(arguments: Sequence[str]) -> Any:
       SystemExit: as ``run``.
     """
     named = next(iter(arguments), None)
-    # tyro has one text for the list of commands and for a command's own help.
-    commands = [
-        Annotated[kind, tyro.conf.subcommand(name, description=text if name == named else line)]
-        for name, (kind, text) in COMMANDS.items()
-        for line in text.splitlines()[:1]
-    ]
+    commands = []
+    for name, (kind, text) in COMMANDS.items():
+        # tyro has one text for the list of commands and for a command's own help.
+        shown = text if name == named else text.splitlines()[0]
+        commands.append(Annotated[kind, tyro.conf.subcommand(name, description=shown)])
     one_of_them: Any = functools.reduce(operator.or_, commands)
     return tyro.cli(
         one_of_them,

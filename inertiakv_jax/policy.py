@@ -20,6 +20,7 @@ from inertiakv_jax.checks import (
     check_choice,
     check_field,
     in_unit_interval,
+    is_a,
     is_count,
     is_int32_count,
 )
@@ -245,5 +246,4 @@ def check_policy(policy: Any) -> None:
 
 
 def _is_decay(value: Any) -> bool:
-    is_one = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == 1
-    return in_unit_interval(value) or is_one
+    return in_unit_interval(value) or (is_a(value, numbers.Real) and value == 1)

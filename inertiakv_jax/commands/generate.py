@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # heavy, and not needed for --help
     from inertiakv_jax.language_model import LanguageModel
     from inertiakv_jax.policies import Policy
     from inertiakv_jax.sampling import Sampling
-    from inertiakv_jax.text import Prompt
 
 DESCRIPTION = """Continue a prompt, or answer it.
 
@@ -123,9 +122,10 @@ class Generate:
         if log is not None:
             log.print(f"Loading {self.model}")
         lm = distributed.together(lambda: load(self.model, dtype=self.dtype, mesh=mesh))
+        ids = self._encode(lm, text)
         if log is not None:
-            log.print("\n".join(self._notes(lm, text, policy)), soft_wrap=True)
-        output = self._generate(lm, text, policy, sampling, stream=self.stream and prints)
+            log.print("\n".join(notes(lm, len(ids), policy)), soft_wrap=True)
+        output = self._generate(lm, ids, policy, sampling, stream=self.stream and prints)
         if not prints:
             return
         if self.json:
@@ -157,29 +157,17 @@ class Generate:
             raise ValueError(f"{', '.join(set_ones)} needs --temperature above 0, got 0 (greedy)")
         return None
 
-    def _prompt(self, lm: "LanguageModel", text: str) -> "Prompt":
-        chat = bool(lm.tokenizer.chat_template) and not self.raw
-        return [{"role": "user", "content": text}] if chat else text
-
-    def _notes(self, lm: "LanguageModel", text: str, policy: "Policy") -> list[str]:
-        """What to know before it starts: how long it may take, and how little a ratio leaves."""
+    def _encode(self, lm: "LanguageModel", text: str) -> list[int]:
         from inertiakv_jax.text import encode_prompts
 
-        (ids,) = encode_prompts(lm, [self._prompt(lm, text)])
-        notes = [f"Reading {len(ids):,} tokens; the first run of a shape compiles"]
-        by_ratio = [part for part in (policy, policy.prefill) if part is not None and part.ratio]
-        kept = min((int(part.budgets([len(ids)], lm.model)[0]) for part in by_ratio), default=None)
-        if kept is not None and kept < FEW_TOKENS:
-            notes.append(
-                f"Keeps {kept} of the prompt's {len(ids):,} tokens: a ratio is meant for long "
-                "prompts. Give a lower --ratio, or a number with POLICY,tokens=N"
-            )
-        return notes
+        chat = bool(lm.tokenizer.chat_template) and not self.raw
+        (ids,) = encode_prompts(lm, [[{"role": "user", "content": text}] if chat else text])
+        return ids
 
     def _generate(
         self,
         lm: "LanguageModel",
-        text: str,
+        ids: list[int],
         policy: "Policy",
         sampling: "Sampling | None",
         *,
@@ -189,7 +177,7 @@ class Generate:
 
         chunks = generation.stream(
             lm,
-            [self._prompt(lm, text)],
+            [ids],
             policy=policy,
             max_new_tokens=self.max_new_tokens,
             sampling=sampling,
@@ -205,6 +193,19 @@ class Generate:
             if stream:
                 sys.stdout.write(new)
                 sys.stdout.flush()
+
+
+def notes(lm: "LanguageModel", length: int, policy: "Policy") -> list[str]:
+    """What to know before a prompt is read: how long it may take, and how little a ratio leaves."""
+    found = [f"Reading {length:,} tokens; the first run of a shape compiles"]
+    by_ratio = [part for part in (policy, policy.prefill) if part is not None and part.ratio]
+    kept = min((int(part.budgets([length], lm.model)[0]) for part in by_ratio), default=None)
+    if kept is not None and kept < FEW_TOKENS:
+        found.append(
+            f"Keeps {kept} of the prompt's {length:,} tokens: a ratio is meant for long "
+            "prompts. Give a lower --ratio, or a number with POLICY,tokens=N"
+        )
+    return found
 
 
 def _default(field: str) -> Any:
